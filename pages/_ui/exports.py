@@ -1,0 +1,108 @@
+"""What the Export page writes: a checkpoint, its recipe, and the proof that it reloads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pages._ui import resources
+from psm_core.checkpoint import FILE_NAME, save_checkpoint, verify_checkpoint
+from psm_core.experiments.plan import write_recipe
+from psm_core.experiments.record import Record, from_row
+from psm_core.experiments.store import write_atomically
+from psm_core.experiments.study import Point
+from psm_core.methods import method_from_json
+from psm_core.methods.base import Method
+
+PROOF = "verified.json"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A recipe, the method or family it is named by, and the budget asked for, if any."""
+
+    plan: dict[str, Method]
+    family: str
+    budget: float | None
+
+
+def network_records(network: resources.Network) -> list[Record]:
+    """The whole-network results of a network, the most accurate first, then the smallest."""
+    frame = resources.store().networks(network.study.hash)
+    frame = frame.astype(object).where(frame.notna(), None)
+    records = [from_row(row) for row in frame.to_dict("records")]
+    return sorted(records, key=lambda r: (-(r.accuracy or 0.0), r.relative_error, r.parameters))
+
+
+def plan_of(record: Record) -> dict[str, Method]:
+    """The recipe of a whole-network result."""
+    return {name: method_from_json(setting) for name, setting in record.params["plan"].items()}
+
+
+def method_of(row: Mapping[str, Any]) -> Method:
+    """The method of a layer's row in the store."""
+    return method_from_json({"method": row["method"], "params": json.loads(row["params"])})
+
+
+def known_record(network: resources.Network, plan: Mapping[str, Method]) -> Record | None:
+    """The stored result of exactly this recipe, if there is one."""
+    return next((r for r in network_records(network) if plan_of(r) == dict(plan)), None)
+
+
+def point(choice: Choice) -> Point:
+    """What to compute for a choice."""
+    if choice.budget is not None:
+        return Point("*", family=choice.family, fraction=choice.budget)
+    return Point("*", plan=choice.plan)
+
+
+def stored_floats(network: resources.Network, plan: Mapping[str, Method]) -> int:
+    """The floats a network stores at the most once it is compressed by a recipe."""
+    saved = sum(network.floats(name) - method.storage(network.shapes[name]) for name, method in plan.items())
+    return network.dense().parameters - saved
+
+
+def setting(method: Method) -> str:
+    """A method's parameters in words."""
+    return str(method).removeprefix(method.title).strip(" ()")
+
+
+def file_stem(network: resources.Network, choice: Choice) -> str:
+    """A file name that says network, method and budget: `fashion-cnn-svd-10pct`."""
+    budget = "" if choice.budget is None else f"-{100 * choice.budget:.4g}pct"
+    return f"{network.short_name}-{choice.family}{budget}"
+
+
+def folder(network: resources.Network, choice: Choice) -> Path:
+    """Where an export is written; the same recipe of the same network has the same place."""
+    recipe = {name: method.to_json() for name, method in sorted(choice.plan.items())}
+    text = json.dumps([network.study.hash, recipe], sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return resources.cache_root() / "exports" / f"{file_stem(network, choice)}-{digest}"
+
+
+def build(network: resources.Network, choice: Choice, target: Path) -> dict[str, Any]:
+    """Write the checkpoint and its recipe, and verify it in a fresh process.
+
+    Raises:
+        CheckpointError: it cannot be written, or does not reload to the same outputs.
+    """
+    (target / PROOF).unlink(missing_ok=True)
+    save_checkpoint(network.study.compressed(choice.plan), target / FILE_NAME)
+    write_recipe(target / "recipe.json", choice.plan, network.source)
+    proof = asdict(verify_checkpoint(target))
+    write_atomically(target / PROOF, json.dumps(proof).encode())
+    return proof
+
+
+def read_verified(target: Path) -> dict[str, Any] | None:
+    """What the verification of an export showed, if it is there and its file unchanged in size."""
+    try:
+        proof: dict[str, Any] = json.loads((target / PROOF).read_text())
+        return proof if (target / FILE_NAME).stat().st_size == proof["nbytes"] else None
+    except (OSError, ValueError, KeyError):
+        return None

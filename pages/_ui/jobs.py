@@ -1,0 +1,141 @@
+"""The panel of a job: queued, running or ended, with its progress, error curve and what to do next.
+
+The job's id is in the URL, its state on disk: a refresh or another browser shows it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import streamlit as st
+
+from pages._ui import memory, resources, text
+from psm_core import plots
+from psm_core.errors import UnknownNameError
+from psm_core.experiments.jobs import JobStatus
+from psm_core.experiments.study import Point
+from psm_core.methods import METHODS
+
+POLL_SECONDS = 0.7
+
+
+def submit(network: resources.Network, points: Sequence[Point], slot: str = "job") -> None:
+    """Queue points; those of quick methods come first, so that results appear at once.
+
+    Raises:
+        StoreError: the job cannot be queued.
+    """
+    ordered = sorted(points, key=lambda point: _work(point))
+    memory.remember(slot, resources.runner().submit(network.source, ordered))
+
+
+def panel(slot: str = "job") -> JobStatus | None:
+    """Draw the job of this slot and return its status; None when there is none.
+
+    While it is active the panel refreshes itself, and the page runs again when a point is done.
+    """
+    if not (job_id := memory.recall(slot)):
+        return None
+    try:
+        status = resources.runner().status(job_id)
+    except UnknownNameError:
+        memory.forget(slot)
+        st.info("The job in this link is no longer kept here.", icon=":material/history:")
+        return None
+    refresh = POLL_SECONDS if status.active else None
+    st.fragment(run_every=refresh, key=f"job.{slot}")(_draw)(slot, job_id, _stage(status))
+    return status
+
+
+def _draw(slot: str, job_id: str, drawn: tuple[str, int]) -> None:
+    status = resources.runner().status(job_id)
+    if _stage(status) != drawn:
+        st.rerun()  # the page shows what is new
+    with st.container(border=True):
+        if status.active:
+            _draw_active(slot, status)
+        else:
+            _draw_ended(slot, status)
+
+
+def _stage(status: JobStatus) -> tuple[str, int]:
+    return status.state, status.done
+
+
+def _draw_active(slot: str, status: JobStatus) -> None:
+    words, button = st.columns([5, 1], vertical_alignment="center")
+    words.progress(status.progress, _progress_text(status))
+    button.button(
+        "Cancel",
+        key=f"cancel.{slot}",
+        icon=":material/stop_circle:",
+        on_click=lambda: resources.runner().cancel(status.id),
+        width="stretch",
+    )
+    if len(status.history) > 1:
+        method = next((n for n, m in METHODS.items() if f"· {m.title}" in status.current), "")
+        st.caption(f"{status.current}: relative error {status.history[-1]:.4f} (↓ better)")
+        st.plotly_chart(
+            plots.live_error(status.history, method), key=f"live.{slot}",
+            config={"displayModeBar": False},
+        )  # fmt: skip
+
+
+def _progress_text(status: JobStatus) -> str:
+    if status.state == "queued":
+        ahead = resources.runner().position(status.id)
+        return f"Queued: {text.count(ahead, 'job')} before this one" if ahead else "Starting …"
+    left = status.eta_seconds()
+    parts = [
+        f"{status.done} of {status.total} done",
+        status.current,
+        "" if left is None else f"about {text.duration(left)} left",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def _draw_ended(slot: str, status: JobStatus) -> None:
+    words, again, close = st.columns([5, 1.2, 0.8], vertical_alignment="center")
+    good = len(status.keys)
+    fresh = good - status.cached
+    summary = f"{text.count(fresh, 'result')} computed, {status.cached} answered from the cache"
+    if status.state == "done":
+        words.success(f"Done: {summary}.", icon=":material/check_circle:")
+    elif status.state == "cancelled":
+        words.warning(
+            f"Cancelled after {status.done} of {status.total}; what was finished is kept.",
+            icon=":material/stop_circle:",
+        )
+    elif status.state == "interrupted":
+        words.warning(f"Interrupted. {status.message}", icon=":material/power_off:")
+    else:
+        words.error(f"Failed. {status.message}", icon=":material/error:")
+    again.button(
+        "Run again",
+        key=f"again.{slot}",
+        icon=":material/replay:",
+        on_click=_run_again,
+        args=(slot, status.id),
+        help="Finished results are answered from the cache; only the rest is computed.",
+        width="stretch",
+    )
+    close.button("Close", key=f"close.{slot}", on_click=memory.forget, args=(slot,), width="stretch")
+    if status.problems and status.state != "failed":
+        with st.expander(f"{text.count(len(status.problems), 'result')} could not be computed"):
+            st.markdown("\n".join(f"- {problem}" for problem in status.problems))
+
+
+def _run_again(slot: str, job_id: str) -> None:
+    memory.remember(slot, resources.runner().resubmit(job_id))
+
+
+def _work(point: Point) -> int:
+    """A measure of how long a point takes: the iterations of its method."""
+    if point.plan is not None:
+        return max((_iterations(method.name) for method in point.plan.values()), default=0)
+    return _iterations(point.family if point.method is None else point.method.name)
+
+
+def _iterations(name: str) -> int:
+    declared = METHODS[name].__dataclass_fields__
+    return int(declared["iterations"].default) if "iterations" in declared else 0

@@ -1,0 +1,52 @@
+"""What a page remembers: kept for the session, and in the URL so that refreshing and sharing work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import streamlit as st
+
+
+def recall(name: str, default: str = "") -> str:
+    """The value of this name: the session's, else the URL's, else the default."""
+    if _slot(name) not in st.session_state:
+        st.session_state[_slot(name)] = st.query_params.get(name, default)
+    value: str = st.session_state[_slot(name)]
+    show_in_url(name, value if value != default else "")
+    return value
+
+
+def recall_list(name: str, known: Sequence[str], default: Sequence[str] = ()) -> list[str]:
+    """The known ones among the remembered names."""
+    names = recall(name, ",".join(default)).split(",")
+    return [value for value in names if value in known]
+
+
+def remember(name: str, value: str | Sequence[str]) -> None:
+    """Keep a value, or several, under this name; the URL follows on the next run."""
+    st.session_state[_slot(name)] = value if isinstance(value, str) else ",".join(value)
+
+
+def forget(*names: str) -> None:
+    """Drop values, so that their defaults hold again."""
+    for name in names:
+        st.session_state.pop(_slot(name), None)
+        st.query_params.pop(name, None)
+
+
+def show_in_url(name: str, value: str) -> None:
+    """Put a value in the URL, or take it out when it is empty."""
+    if value and st.query_params.get(name) != value:
+        st.query_params[name] = value
+    elif not value and name in st.query_params:
+        del st.query_params[name]
+
+
+def project(key: str, value: object) -> None:
+    """Let the widget of this key show a value on this run."""
+    if key not in st.session_state or st.session_state[key] != value:
+        st.session_state[key] = value
+
+
+def _slot(name: str) -> str:
+    return f"remembered.{name}"

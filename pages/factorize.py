@@ -1,0 +1,167 @@
+"""Factorize: chosen layers by chosen methods at one budget, live, and the errors that result."""
+
+from __future__ import annotations
+
+import pandas as pd
+import streamlit as st
+
+from pages._ui import forms, jobs, memory, resources, text
+from pages._ui.shell import go, page
+from psm_core import plots
+from psm_core.errors import BudgetError
+from psm_core.experiments.jobs import JobStatus
+from psm_core.experiments.record import NETWORK
+from psm_core.experiments.study import Point
+from psm_core.methods import METHODS
+from psm_core.methods.base import Method, shape_text
+
+CARDS = 5
+CURVES = 12
+
+
+def choose(network: resources.Network) -> tuple[list[str], list[str]]:
+    """The layers and methods to run."""
+    shapes = network.shapes
+    left, right = st.columns(2)
+    memory.project("layers_choice", memory.recall_list("layers", list(shapes), [next(iter(shapes))]))
+    left.multiselect(
+        "Layers",
+        list(shapes),
+        key="layers_choice",
+        format_func=lambda name: f"{name} ({shape_text(shapes[name])})",
+        on_change=lambda: memory.remember("layers", st.session_state["layers_choice"]),
+        help="Layers that can be compressed, the largest first. The Model page lists them all.",
+        placeholder="Choose one or several layers",
+    )
+    memory.project("methods_choice", memory.recall_list("methods", list(METHODS), list(METHODS)))
+    right.pills(
+        "Methods",
+        list(METHODS),
+        selection_mode="multi",
+        key="methods_choice",
+        format_func=plots.title,
+        on_change=lambda: memory.remember("methods", st.session_state["methods_choice"]),
+    )
+    return st.session_state["layers_choice"], st.session_state["methods_choice"]
+
+
+def settings(
+    network: resources.Network, layers: list[str], methods: list[str], fraction: float
+) -> list[tuple[str, Method]]:
+    """The size sliders of each method; returns what they ask for, layer by layer."""
+    shapes = network.shapes
+    lead_layer = max(layers, key=network.floats)
+    if len(layers) > 1:
+        st.caption(
+            f"The sliders show **{lead_layer}**, the largest of the {len(layers)} layers; the "
+            "others get the sizes that meet the same budget."
+        )
+    wanted: list[tuple[str, Method]] = []
+    missed: list[str] = []
+    for start in range(0, len(methods), CARDS):
+        row = methods[start : start + CARDS]
+        for cell, name in zip(st.columns(len(row), gap="small"), row, strict=True):
+            with cell.container(border=True, height="stretch"):
+                st.markdown(f"**{plots.title(name)}**")
+                method = forms.method_form(name, shapes[lead_layer], fraction)
+            if method is not None:
+                wanted.append((lead_layer, method))
+            for layer in layers:
+                if layer != lead_layer:
+                    try:
+                        wanted.append((layer, forms.setting(name, shapes[layer], fraction)))
+                    except BudgetError as error:
+                        missed.append(f"{layer}: {error}")
+    if missed:
+        with st.expander(f"{text.count(len(missed), 'combination')} cannot meet this budget"):
+            st.markdown("\n".join(f"- {reason}" for reason in missed))
+    with_advanced = [name for name in methods if forms.has_advanced(name)]
+    if with_advanced:
+        with st.expander("Advanced parameters"):
+            for cell, name in zip(st.columns(len(with_advanced)), with_advanced, strict=True):
+                with cell:
+                    st.markdown(f"**{plots.title(name)}**")
+                    forms.advanced_form(name)
+    return wanted
+
+
+def results(network: resources.Network, status: JobStatus) -> None:
+    """What the job has given so far: errors, sizes, convergence."""
+    store = resources.store()
+    frame = store.query(model_hash=network.study.hash)
+    frame = frame[frame["key"].isin(status.keys) & (frame["layer"] != NETWORK)]
+    if frame.empty:
+        return
+    began = pd.Timestamp(status.submitted, unit="s", tz="UTC").floor("s")
+    is_new = pd.to_datetime(frame["created"], utc=True) >= began
+    frame = frame.assign(answer=is_new.map({True: "computed now", False: "from cache"}))
+    st.subheader("Results", anchor=False)
+    columns = ["layer", "method", "setting", "relative_error", "parameters", "fraction"]
+    shown, config = text.table(
+        frame.sort_values(["layer", "relative_error"]), [*columns, "nbytes", "seconds", "answer"]
+    )
+    st.dataframe(shown, column_config=config, hide_index=True)
+    for note in frame["note"].unique():
+        if note:
+            st.caption(note)
+    left, right = st.columns(2)
+    layer = frame["layer"].iloc[0]
+    if frame["layer"].nunique() > 1:
+        layer = left.selectbox("Layer of the charts", list(frame["layer"].unique()))
+    of_layer = store.query(model_hash=network.study.hash, layer=layer)
+    with left:
+        st.markdown(f"**Error against size, all kept results of {layer}**")
+        st.plotly_chart(
+            plots.trade_off(of_layer, selected=list(status.keys)), key="layer_trade_off",
+            config={"displaylogo": False},
+        )  # fmt: skip
+    with right:
+        st.markdown("**Convergence**")
+        histories = {}
+        for row in frame[frame["layer"] == layer].head(CURVES).to_dict("records"):
+            fitted = store.factors(row["key"])
+            if fitted is not None and len(fitted.history) > 2:
+                histories[str(fitted.method)] = (row["method"], fitted.history)
+        if histories:
+            st.plotly_chart(plots.convergence(histories), key="convergence")
+        else:
+            st.caption("These methods compute their answer in one step.")
+    if st.button("See all results on the Compare page", icon=":material/scatter_plot:"):
+        memory.remember("layer", layer)
+        go("compare")
+
+
+with page(
+    "Factorize",
+    "One budget for all methods; each method's own sliders move with it, and it with them.",
+) as network:
+    if not network.shapes:
+        st.info("No layer of this network can be compressed; the Model page says why.")
+        st.stop()
+    layers, methods = choose(network)
+    if not layers or not methods:
+        st.info(
+            f"Choose at least one {'method' if layers else 'layer'} above.",
+            icon=":material/arrow_upward:",
+        )
+    else:
+        budget, run = st.columns([4, 1], vertical_alignment="bottom")
+        live = st.container()
+        with budget:
+            fraction = forms.budget_slider()
+        wanted = settings(network, layers, methods, fraction)
+        run.button(
+            f"Run {text.count(len(wanted), 'fit')}",
+            type="primary",
+            icon=":material/play_arrow:",
+            disabled=not wanted,
+            key="run",
+            width="stretch",
+            on_click=lambda: jobs.submit(
+                network, [Point(layer, method=method) for layer, method in wanted], "fit"
+            ),
+        )
+        with live:
+            status = jobs.panel("fit")
+        if status is not None:
+            results(network, status)

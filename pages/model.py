@@ -1,0 +1,128 @@
+"""Model: what the network is made of, and which of its layers can be compressed."""
+
+from __future__ import annotations
+
+import pandas as pd
+import streamlit as st
+
+from pages._ui import memory, quick, resources, text
+from pages._ui.shell import go, page
+from psm_core import plots
+from psm_core.methods.base import shape_text
+
+
+def summary(network: resources.Network) -> None:
+    """Size and accuracy of the dense network."""
+    with st.spinner("Measuring the dense network's accuracy …", show_time=True):
+        dense = network.dense()
+    able = sum(row.share for row in network.rows if row.compressible)
+    cells = st.columns(4)
+    cells[0].metric(
+        "Parameters (↓ smaller)", f"{dense.parameters:,}", border=True,
+        help="Floats stored by the dense network: weights, biases and normalisations.",
+    )  # fmt: skip
+    cells[1].metric(
+        "Dense size (↓ smaller)", text.size(dense.nbytes), border=True,
+        help=f"{dense.nbytes:,} bytes: every tensor of the network, stored once.",
+    )  # fmt: skip
+    cells[2].metric(
+        "Dense accuracy (↑ better)",
+        "–" if dense.accuracy is None else f"{dense.accuracy:.2%}",
+        border=True,
+        help="This network has no labelled data; errors of the weights can still be compared."
+        if dense.accuracy is None
+        else f"Top-1 on {dense.data}, never used for training: {text.interval(dense)}.",
+    )
+    cells[3].metric(
+        "Can be compressed", f"{able:.1%}", border=True,
+        help="Share of the parameters that sit in Linear and Conv2d layers open to compression.",
+    )  # fmt: skip
+    if dense.accuracy is not None:
+        st.caption(
+            f"Accuracy on n = {dense.samples:,} inputs of `{dense.data}`, 95 % interval "
+            f"{dense.low:.2%} to {dense.high:.2%}."
+        )
+
+
+def first_step(network: resources.Network) -> None:
+    """The way to a first result."""
+    words, button = st.columns([3, 2], vertical_alignment="center")
+    words.markdown(
+        "Results of this network are kept; the **Compare** page shows them."
+        if network.has_results()
+        else "**Start here.** One click runs every method at three budgets, and shows error and "
+        "accuracy against size."
+    )
+    with button, st.container(horizontal=True, horizontal_alignment="right"):
+        quick.comparison_button(network, "first_step")
+
+
+def layer_table(network: resources.Network) -> list[str]:
+    """The layers as a table; returns the names of the selected ones."""
+    rows = network.rows
+    frame = pd.DataFrame(
+        {
+            "Layer": [row.name or "(the model itself)" for row in rows],
+            "Kind": [row.kind for row in rows],
+            "Shape": [shape_text(row.shape) for row in rows],
+            "Parameters": [row.parameters for row in rows],
+            "Share": [100 * row.share for row in rows],
+            "MACs": pd.array([row.macs for row in rows], dtype="Int64"),
+            "Compressible": ["yes" if row.compressible else f"no: {row.reason}" for row in rows],
+        }
+    )
+    state = st.dataframe(
+        frame,
+        hide_index=True,
+        key=f"layers.{network.source}",
+        on_select="rerun",
+        selection_mode="multi-row",
+        column_config={
+            "Layer": st.column_config.TextColumn(width=150),
+            "Kind": st.column_config.TextColumn(width=95),
+            "Shape": st.column_config.TextColumn(width=95),
+            "Parameters": st.column_config.NumberColumn(format="localized", width=90),
+            "Share": st.column_config.ProgressColumn(
+                "Share, %", min_value=0, max_value=100, format="%.1f",
+                help="Part of the network's parameters.",
+            ),
+            "MACs": st.column_config.NumberColumn(
+                format="localized", width=90, help="Multiply-accumulates for one input (↓ cheaper)."
+            ),
+        },
+        placeholder="–",
+    )  # fmt: skip
+    return [rows[i].name for i in state["selection"]["rows"]]
+
+
+def next_step(network: resources.Network, selected: list[str]) -> None:
+    """From the selected layers to their factorization."""
+    able = [name for name in selected if name in network.shapes]
+    left_out = len(selected) - len(able)
+    label = f"Factorize {text.count(len(able), 'layer')}" if able else "Factorize"
+    words, button = st.columns([3, 2], vertical_alignment="center")
+    if not able:
+        words.caption("Select layers in the table to factorize them.")
+    elif left_out:
+        words.caption(f"{text.count(left_out, 'selected layer')} must stay dense and is left out.")
+    with button, st.container(horizontal=True, horizontal_alignment="right"):
+        if st.button(label, icon=":material/compress:", disabled=not able):
+            memory.remember("layers", able)
+            go("factorize")
+
+
+with page(
+    "Model",
+    "How small can this network get, with which factorization, at what cost?",
+) as network:
+    summary(network)
+    first_step(network)
+    st.subheader("Layers", anchor=False)
+    st.plotly_chart(
+        plots.layer_bars(network.rows), key="layer_bars", config={"displayModeBar": False},
+        alt="Parameters by layer",
+    )  # fmt: skip
+    above = st.container()
+    selected = layer_table(network)
+    with above:
+        next_step(network, selected)

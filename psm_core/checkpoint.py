@@ -1,0 +1,333 @@
+"""Compressed checkpoints: one safetensors file with factors in place of weights, and a manifest.
+
+The manifest is JSON in the file's own header. Reading a checkpoint executes nothing from it: it
+names an architecture that is built by the same rules as `load_model`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from psm_core.errors import CheckpointError, ModelError, PsmError
+from psm_core.experiments.evaluation import default_data
+from psm_core.experiments.record import library_versions
+from psm_core.experiments.store import write_atomically
+from psm_core.factorization import Factorization
+from psm_core.methods import method_from_json
+from psm_core.network.compress import compressed_layers, replace_layer, stored_parameters
+from psm_core.network.layers import get_layer
+from psm_core.network.models import build_model, card_of, set_card, tensor_bytes
+
+SCHEMA = 1
+FILE_NAME = "model.safetensors"
+PROBE_INPUTS = 8
+PROBE_VALUES = 4096
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a reload showed: the largest output difference on `inputs`, and the file's size.
+
+    `difference` is the largest |y − y′| over the outputs kept when the file was written, divided by
+    their largest magnitude; None where the network had no inputs to try.
+    """
+
+    path: str
+    source: str
+    layers: int
+    nbytes: int
+    parameters: int
+    difference: float | None
+    inputs: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether the reloaded network computes the same outputs."""
+        return self.difference is None or self.difference <= TOLERANCE
+
+
+def save_checkpoint(model: nn.Module, path: str | Path) -> Path:
+    """Write a (compressed) network to one file; a path without suffix is a folder for it.
+
+    Every tensor is stored once: factors of compressed layers, everything else as it is. A few
+    outputs on real inputs are kept with it, so that a reload can be verified.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        CheckpointError: the path cannot be written.
+    """
+    target = Path(path)
+    if target.is_dir() or not target.suffix:
+        target = target / FILE_NAME
+    tensors, manifest = _contents(model)
+    probe = _probe(model)
+    if probe is not None:
+        manifest["probe"], tensors["probe"] = probe
+    manifest["sha256"] = _digest(tensors)
+    content = save(tensors, metadata={"psm_core": json.dumps(manifest)})
+    try:
+        write_atomically(target, content)
+    except OSError as error:
+        raise CheckpointError(f"'{target}' cannot be written: {error.strerror}") from error
+    return target
+
+
+def load_checkpoint(path: str | Path, architecture: nn.Module | str = "") -> nn.Module:
+    """The network of a checkpoint file, or of the folder that holds it.
+
+    `architecture` (a module, or a source string) is needed only where the file does not name one.
+
+    Raises:
+        CheckpointError: missing, truncated, altered, of a newer schema, or not fitting.
+    """
+    manifest, tensors = _read(Path(path))
+    if isinstance(architecture, nn.Module):
+        model = architecture
+    else:
+        model = _build(architecture or manifest["source"], path)
+    try:
+        for name, layout in manifest["layers"].items():
+            parts = _below(tensors, f"factors:{name}:")
+            factorization = Factorization.from_tensors(method_from_json(layout), layout, parts)
+            layer = get_layer(model, name)
+            layer.to(dtype=getattr(torch, manifest["dtypes"][name]))
+            model = replace_layer(model, name, factorization.to_module(layer))
+        state = _below(tensors, "state:")
+        state |= {alias: state[name] for alias, name in manifest["aliases"].items()}
+        _load_state(model, state)
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if name in state and tensor.dtype != state[name].dtype:
+                tensor.data = state[name].clone()
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"'{path}' does not fit its architecture: {_line(error)}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"'{path}' is damaged: {error}") from error
+    except PsmError as error:
+        raise CheckpointError(f"'{path}' does not fit its architecture: {error}") from error
+    return set_card(model, base_hash=manifest["base_hash"], path=str(path)).eval()
+
+
+def verify_checkpoint(path: str | Path, architecture: str = "") -> Verification:
+    """Reload a checkpoint in a fresh Python process and compare its outputs with those kept in it.
+
+    Raises:
+        CheckpointError: it does not reload, or computes something else.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "psm_core.reload", str(path), architecture],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        raise CheckpointError(lines[-1] if lines else f"'{path}' does not reload")
+    result = Verification(**json.loads(done.stdout.splitlines()[-1]))
+    if not result.ok:
+        raise CheckpointError(
+            f"'{path}' reloads, but its outputs differ by {result.difference:.2g} of their size from "
+            f"those it was written with; expected at most {TOLERANCE:g}"
+        )
+    return result
+
+
+def reload_checkpoint(path: str | Path, architecture: str = "") -> Verification:
+    """Reload a checkpoint in this process and compare its outputs with those kept in it.
+
+    Raises:
+        CheckpointError: it does not reload.
+    """
+    manifest, tensors = _read(Path(path))
+    model = load_checkpoint(path, architecture)
+    difference, inputs = None, "no inputs known"
+    if "probe" in manifest:
+        probe, expected = manifest["probe"], tensors["probe"].double()
+        largest = float(expected.abs().max()) or 1.0
+        found = _outputs(model, probe).double()
+        difference = float((found - expected).abs().max()) / largest
+        inputs = f"{probe['count']} inputs from {probe['data'] or 'a normal distribution'}"
+    return Verification(
+        path=str(path),
+        source=manifest["source"],
+        layers=len(manifest["layers"]),
+        nbytes=checkpoint_file(path).stat().st_size,
+        parameters=stored_parameters(model),
+        difference=difference,
+        inputs=inputs,
+    )
+
+
+def checkpoint_file(path: str | Path) -> Path:
+    """The checkpoint's file, also when its folder is named."""
+    target = Path(path)
+    return target / FILE_NAME if target.is_dir() else target
+
+
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, its tensors checked."""
+    return _read(Path(path))[0]
+
+
+def _contents(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All tensors to store, and the manifest that explains them."""
+    card = card_of(model)
+    tensors: dict[str, Tensor] = {}
+    layouts: dict[str, Any] = {}
+    dtypes: dict[str, str] = {}
+    factor_state = set()
+    for name, layer in compressed_layers(model).items():
+        factorization = layer.factorization()
+        layouts[name] = factorization.layout()
+        dtypes[name] = str(next(layer.parameters()).dtype).removeprefix("torch.")
+        tensors |= {f"factors:{name}:{k}": t for k, t in factorization.tensors().items()}
+        prefix = f"{name}." if name else ""
+        factor_state |= {prefix + k for k in layer.state_dict() if k != "bias"}
+    aliases: dict[str, str] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    for name, tensor in model.state_dict().items():
+        if name in factor_state or not isinstance(tensor, Tensor):
+            continue
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        owner = first.setdefault(place, name) if tensor.numel() else name
+        if owner == name:
+            tensors[f"state:{name}"] = tensor.detach().cpu().contiguous().clone()
+        else:
+            aliases[name] = owner
+    manifest = {
+        "schema": SCHEMA,
+        "source": card.source,
+        "class": f"{type(model).__module__}:{type(model).__qualname__}",
+        "base_hash": card.base_hash,
+        "layers": layouts,
+        "dtypes": dtypes,
+        "aliases": aliases,
+        "parameters": stored_parameters(model),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": library_versions(),
+    }
+    return tensors, manifest
+
+
+def _probe(model: nn.Module) -> tuple[dict[str, Any], Tensor] | None:
+    """What is needed to repeat a few outputs, and the outputs; None where nothing can be run."""
+    card = card_of(model)
+    probe = {"data": card.data, "shape": list(card.input_shape or ()), "count": PROBE_INPUTS}
+    if not card.data and not card.input_shape:
+        return None
+    if not card.data:
+        probe["count"] = 1
+    try:
+        return probe, _outputs(model, probe)
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+        return None  # a network that cannot run such inputs is verified by its tensors alone
+
+
+def _outputs(model: nn.Module, probe: Mapping[str, Any]) -> Tensor:
+    """The first values that the network computes on the probe's inputs."""
+    data = default_data(model, str(probe["data"]))
+    count = int(probe["count"])
+    if data is not None:
+        inputs, _ = next(data.batches(count))
+    else:
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(count, *(int(n) for n in probe["shape"]), generator=generator)
+    first = next(model.parameters())
+    training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            output = model(inputs.to(first.device, first.dtype))
+    finally:
+        model.train(training)
+    while not isinstance(output, Tensor):
+        output = next(iter(output.values() if isinstance(output, Mapping) else output))
+    return output.detach().flatten()[:PROBE_VALUES].float().cpu().clone()
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The manifest and tensors of a checkpoint whose checksum holds."""
+    file = checkpoint_file(path)
+    if not file.is_file():
+        raise CheckpointError(f"no checkpoint at '{path}'; expected a .safetensors file or its folder")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"'{file}' is not a sound safetensors file: {_line(error)}") from None
+    if "psm_core" not in metadata:
+        raise CheckpointError(f"'{file}' holds weights but no psm_core manifest; expected a checkpoint")
+    try:
+        manifest = json.loads(metadata["psm_core"])
+        schema, digest = manifest["schema"], manifest["sha256"]
+    except (ValueError, KeyError, TypeError):
+        raise CheckpointError(f"the manifest of '{file}' is damaged; write it again") from None
+    if schema != SCHEMA:
+        raise CheckpointError(f"'{file}' has schema {schema}, this version reads {SCHEMA}; update psm_core")
+    if digest != _digest(tensors):
+        raise CheckpointError(f"'{file}' is damaged: its checksum does not match; write it again")
+    return manifest, tensors
+
+
+def _build(source: str, path: str | Path) -> nn.Module:
+    """The architecture, with weights that are about to be replaced."""
+    if not source:
+        raise CheckpointError(
+            f"'{path}' does not name its architecture; give it: load_checkpoint(path, architecture=…)"
+        )
+    try:
+        return build_model(source, weights=False)
+    except ModelError as error:
+        raise CheckpointError(f"the architecture of '{path}' cannot be built: {error}") from error
+
+
+def _load_state(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Load everything but the factors, which are in place already."""
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    factors = {
+        (f"{name}." if name else "") + key
+        for name, layer in compressed_layers(model).items()
+        for key in layer.state_dict()
+        if key != "bias"
+    }
+    missing = [name for name in missing if name not in factors]
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{len(missing)} tensors are missing ({', '.join(missing[:3])}) and {len(unexpected)} are "
+            f"not expected ({', '.join(unexpected[:3])})"
+        )
+
+
+def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over the names, types, shapes and bytes of tensors."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,354 @@
+"""The command line: everything the app can do, without a browser.
+
+Exit codes: 0 done; 2 bad input, with one line on stderr; 130 cancelled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import io
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import nn
+
+from psm_core.checkpoint import FILE_NAME, save_checkpoint, verify_checkpoint
+from psm_core.errors import ParameterError, PsmError
+from psm_core.experiments.evaluation import evaluate
+from psm_core.experiments.plan import read_recipe, uniform_plan, write_recipe
+from psm_core.experiments.record import COLUMNS, Record, to_row
+from psm_core.experiments.store import ResultStore, write_atomically
+from psm_core.experiments.study import Study, sweep_points
+from psm_core.methods import METHODS, get_method
+from psm_core.methods.base import Method, shape_text
+from psm_core.network.compress import compressed_layers
+from psm_core.network.layers import LayerRow, layers
+from psm_core.network.models import card_of, load_model
+from psm_core.progress import JobCancelled, Step
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong call as every other bad input: one line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ParameterError(f"{message}; see {self.prog} --help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    try:
+        options = _parser().parse_args(arguments)
+        options.run(options)
+    except PsmError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, JobCancelled):
+        print("cancelled; finished results are kept", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone; nothing is left to say
+        return 0
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="psm_core",
+        description="Compress trained PyTorch networks by sparse and low-rank factorizations.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
+
+    def command(name: str, run: Callable[[argparse.Namespace], None], help: str) -> Parser:
+        sub = commands.add_parser(name, help=help, description=help)
+        sub.set_defaults(run=run)
+        return sub
+
+    def model(sub: Parser) -> None:
+        sub.add_argument(
+            "model", metavar="MODEL", help="demo:fashion-cnn, torchvision:NAME, timm:NAME, hf:NAME, "
+            "package.module:callable, or the path of a checkpoint",
+        )  # fmt: skip
+
+    def shared(sub: Parser, data: bool = True) -> None:
+        if data:
+            sub.add_argument(
+                "--data", default="", metavar="SOURCE",
+                help="demo:test, demo:train or a .npz file with x and y (default: the model's own)",
+            )  # fmt: skip
+        sub.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+        sub.add_argument("--cache", default="cache", metavar="DIR", help="where results are kept")
+
+    def as_json(sub: Parser) -> None:
+        sub.add_argument("--json", action="store_true", help="print one JSON document")
+
+    sub = command("layers", _layers, "List the layers of a model and which can be compressed.")
+    model(sub)
+    as_json(sub)
+
+    sub = command("fit", _fit, "Factorize one layer.")
+    model(sub)
+    sub.add_argument("--layer", required=True, metavar="NAME")
+    sub.add_argument("--method", required=True, metavar="NAME", help=", ".join(METHODS))
+    sub.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter of the method"
+    )
+    sub.add_argument("--fraction", type=float, help="a budget, instead of sizes set by hand")
+    shared(sub, data=False)
+    as_json(sub)
+
+    sub = command("sweep", _sweep, "Run methods over budgets, layer by layer and on the network.")
+    model(sub)
+    sub.add_argument("--methods", default=",".join(METHODS), metavar="A,B,…")
+    sub.add_argument("--fractions", default="0.02,0.05,0.1,0.2", metavar="F,G,…")
+    sub.add_argument("--layers", default="", metavar="A,B,…", help="only these (default: all)")
+    sub.add_argument("--out", required=True, metavar="FILE.csv")
+    shared(sub)
+
+    sub = command("compress", _compress, "Write a compressed checkpoint.")
+    model(sub)
+    how = sub.add_mutually_exclusive_group(required=True)
+    how.add_argument("--method", metavar="NAME", help="one method for all layers, with --fraction")
+    how.add_argument("--recipe", metavar="FILE", help="a JSON file of methods by layer")
+    sub.add_argument("--fraction", type=float, help="share of the network's parameters to keep")
+    sub.add_argument("--out", required=True, metavar="DIR")
+    shared(sub)
+    as_json(sub)
+
+    sub = command("evaluate", _evaluate, "Measure the accuracy of a model or checkpoint.")
+    model(sub)
+    shared(sub)
+    as_json(sub)
+
+    sub = command("verify", _verify, "Reload a checkpoint in a fresh process and compare outputs.")
+    sub.add_argument("path", metavar="DIR", help="a checkpoint's folder or file")
+    sub.add_argument("--architecture", default="", metavar="SOURCE", help="if it names none")
+    as_json(sub)
+    return parser
+
+
+def _layers(options: argparse.Namespace) -> None:
+    rows = layers(_model(options))
+    if options.json:
+        print(json.dumps([dict(row) for row in rows], indent=2))
+        return
+    cells: list[tuple[str, ...]] = [("LAYER", "KIND", "SHAPE", "PARAMETERS", "SHARE", "MACS", "COMPRESSIBLE")]
+    cells += [_layer_cells(row) for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    for row in cells:
+        # Numbers to the right, words to the left.
+        aligned = [
+            c.rjust(w) if i in (3, 4, 5) else c.ljust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(aligned).rstrip())
+
+
+def _layer_cells(row: LayerRow) -> tuple[str, ...]:
+    return (
+        row.name or "(the model itself)",
+        row.kind,
+        shape_text(row.shape),
+        f"{row.parameters:,}",
+        f"{row.share:.1%}",
+        "" if row.macs is None else f"{row.macs:,}",
+        "yes" if row.compressible else f"no: {row.reason}",
+    )
+
+
+def _fit(options: argparse.Namespace) -> None:
+    model = _model(options)
+    study = Study(model, ResultStore(options.cache), device=options.device)
+    method = _method(options, model)
+    record, _ = study.fit(options.layer, method, _step_line(options.layer))
+    _clear_line()
+    if options.json:
+        print(json.dumps(record.to_json(), indent=2))
+        return
+    print(f"{record.layer}: {method}")
+    print(f"  relative error  {record.relative_error:.4f}")
+    print(f"  parameters      {record.parameters:,} of {record.dense_parameters:,} "
+          f"({record.fraction:.2%})")  # fmt: skip
+    print(f"  bytes           {record.nbytes:,} of {record.dense_nbytes:,}")
+    print(f"  seconds         {record.seconds:.2f} on {record.device}"
+          f"{' (answered from the cache)' if record.cached else ''}")  # fmt: skip
+    if record.note:
+        print(f"  note            {record.note}")
+
+
+def _sweep(options: argparse.Namespace) -> None:
+    out = Path(options.out)
+    if not out.parent.is_dir():
+        raise ParameterError(f"--out {out}: there is no folder '{out.parent}'; make it first")
+    model = _model(options)
+    names = [name for name in options.layers.split(",") if name]
+    points, skipped = sweep_points(
+        model, _list(options.methods), _fractions(options.fractions), names or None
+    )
+    study = Study(model, ResultStore(options.cache), options.data, options.device)
+    records = []
+    for i, point in enumerate(points, 1):
+        _line(f"{i}/{len(points)}  {point.label}")
+        records.append(study.compute(point))
+    _clear_line()
+    for reason in skipped:
+        print(f"skipped: {reason}", file=sys.stderr)
+    write_atomically(out, _csv(records).encode())
+    cached = sum(record.cached for record in records)
+    print(f"{len(records)} results in {out}, {cached} of them from the cache, {len(skipped)} skipped")
+
+
+def _compress(options: argparse.Namespace) -> None:
+    model = _model(options)
+    study = Study(model, ResultStore(options.cache), options.data, options.device)
+    family, budget = "recipe", None
+    if options.recipe:
+        if options.fraction is not None:
+            raise ParameterError("--fraction goes with --method; a recipe has its own budgets")
+        plan = read_recipe(options.recipe)
+    else:
+        if options.fraction is None:
+            raise ParameterError("--method needs --fraction, such as --fraction 0.1")
+        family, budget = options.method, options.fraction
+        plan = uniform_plan(model, family, budget).layers
+    record = study.network(plan, family, budget, lambda name, step: _step_line(name)(step))
+    _clear_line()
+    out = Path(options.out)
+    if out.exists() and not out.is_dir():
+        raise ParameterError(f"--out {out} is a file; expected a folder")
+    file = save_checkpoint(study.compressed(plan), out / FILE_NAME)
+    write_recipe(out / "recipe.json", plan, card_of(model).source)
+    result = verify_checkpoint(out)
+    if options.json:
+        document = record.to_json() | {"path": str(out), "file_nbytes": result.nbytes}
+        print(json.dumps(document | {"difference": result.difference}, indent=2))
+        return
+    print(f"{file}: {result.nbytes:,} bytes, from {record.dense_nbytes:,} "
+          f"({record.dense_nbytes / result.nbytes:.1f}× smaller)")  # fmt: skip
+    print(f"  parameters  {record.parameters:,} of {record.dense_parameters:,} ({record.fraction:.2%})")
+    print(f"  layers      {len(plan)} compressed by {family}; see recipe.json")
+    if record.accuracy is not None:
+        print(f"  accuracy    {_accuracy(record.accuracy, record.low, record.high, record.samples)}")
+    print(f"  verified    {_difference(result.difference, result.inputs)}")
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    model = _model(options)
+    from psm_core.methods.base import choose_device
+
+    model = model.to(choose_device(options.device, next(iter(model.parameters()))))
+    result = evaluate(model, options.data, lambda done, total: _line(f"{done}/{total}"))
+    _clear_line()
+    if options.json:
+        print(json.dumps(result.to_json(), indent=2))
+    else:
+        kind = f", {len(compressed_layers(model))} layers compressed" if compressed_layers(model) else ""
+        print(_accuracy(result.accuracy, result.low, result.high, result.samples)
+              + f" from {result.data}{kind}")  # fmt: skip
+
+
+def _verify(options: argparse.Namespace) -> None:
+    result = verify_checkpoint(options.path, options.architecture)
+    if options.json:
+        print(json.dumps(vars(result) | {"ok": result.ok}, indent=2))
+        return
+    print(f"{result.path}: sound; reloaded in a fresh process as {result.source or 'given'}")
+    print(f"  layers      {result.layers} compressed")
+    print(f"  parameters  {result.parameters:,}")
+    print(f"  file        {result.nbytes:,} bytes")
+    print(f"  outputs     {_difference(result.difference, result.inputs)}")
+
+
+def _model(options: argparse.Namespace) -> nn.Module:
+    with contextlib.redirect_stdout(sys.stderr):  # what a download or a user's code prints
+        model = load_model(options.model)
+    if notice := card_of(model).notice:
+        print(f"note: {notice}", file=sys.stderr)
+    return model
+
+
+def _method(options: argparse.Namespace, model: nn.Module) -> Method:
+    from psm_core.network.layers import get_layer
+
+    kind = get_method(options.method)
+    values = dict(_assignment(kind, text) for text in options.set)
+    if options.fraction is None:
+        return kind.from_params(values)
+    shape = tuple(get_layer(model, options.layer).weight.shape)
+    return kind.at_budget(shape, options.fraction, **values)
+
+
+def _assignment(kind: type[Method], text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ParameterError(f"--set {text}: expected NAME=VALUE, such as K=10")
+    declared = kind.parameters().get(name)
+    if declared is None or declared.kind is str:
+        return name, value
+    try:
+        return name, int(value)
+    except ValueError:
+        pass
+    try:
+        return name, float(value)
+    except ValueError:
+        raise ParameterError(
+            f"--set {text}: '{value}' is not a number; expected {declared.range_text}"
+        ) from None
+
+
+def _list(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        get_method(name)
+    if not names:
+        raise ParameterError(f"--methods is empty; expected some of {','.join(METHODS)}")
+    return names
+
+
+def _fractions(text: str) -> list[float]:
+    try:
+        fractions = [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ParameterError(f"--fractions {text}: expected numbers such as 0.02,0.05,0.1") from None
+    if not fractions:
+        raise ParameterError("--fractions is empty; expected numbers such as 0.02,0.05,0.1")
+    return fractions
+
+
+def _csv(records: Sequence[Record]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*COLUMNS, "cached"])
+    writer.writeheader()
+    writer.writerows(to_row(record) for record in records)
+    return text.getvalue()
+
+
+def _accuracy(accuracy: float, low: float | None, high: float | None, samples: int | None) -> str:
+    return f"{accuracy:.2%} on {samples:,} samples (95 % interval {low:.2%} to {high:.2%})"
+
+
+def _difference(difference: float | None, inputs: str) -> str:
+    if difference is None:
+        return "the tensors reload; no inputs are known to compare outputs"
+    return f"largest difference {difference:.1e} of the output's size, on {inputs}"
+
+
+def _step_line(name: str) -> Callable[[Step], None]:
+    return lambda step: _line(
+        f"{name}  {step.iteration}/{step.total}  relative error {step.relative_error:.4f}"
+    )
+
+
+def _line(text: str) -> None:
+    """One line of progress that the next one replaces, where a person is watching."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text[:100]}", end="", file=sys.stderr, flush=True)
+
+
+def _clear_line() -> None:
+    _line("")

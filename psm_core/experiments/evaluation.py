@@ -1,0 +1,104 @@
+"""Accuracy of a network on labelled data, with its sample size and 95 % interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from psm_core.errors import DataError
+from psm_core.network.data import Dataset, load_data
+from psm_core.network.models import card_of
+
+METRIC_VERSION = 1
+BATCH = 250
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`correct` of `samples` labels predicted; `low` and `high` bound the accuracy at 95 %."""
+
+    accuracy: float
+    low: float
+    high: float
+    samples: int
+    correct: int
+    data: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields by name."""
+        return asdict(self)
+
+
+def wilson(correct: int, samples: int, z: float = 1.959964) -> tuple[float, float]:
+    """The 95 % score interval of a proportion (Wilson 1927).
+
+    >>> low, high = wilson(8, 10)
+    >>> round(low, 4), round(high, 4)
+    (0.4902, 0.9433)
+    """
+    share = correct / samples
+    centre = share + z * z / (2 * samples)
+    spread = z * math.sqrt(share * (1 - share) / samples + z * z / (4 * samples * samples))
+    scale = 1 + z * z / samples
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def default_data(model: nn.Module, source: str = "") -> Dataset | None:
+    """The named data, or the default data of the model's card; None when there is neither."""
+    name = source or card_of(model).data
+    return load_data(name) if name else None
+
+
+def evaluate(
+    model: nn.Module,
+    data: Dataset | str = "",
+    on_batch: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Top-1 accuracy of a network on data (the default data of its card when none is named).
+
+    Runs on the device of the model's parameters. `on_batch` receives the samples done and all of
+    them; it cancels by raising.
+
+    Raises:
+        DataError: there is no data, or it does not fit the network.
+    """
+    dataset = default_data(model, data) if isinstance(data, str) else data
+    if dataset is None:
+        raise DataError("this model has no data of its own; name some with --data, such as file.npz")
+    first = next(iter(model.parameters()))
+    correct = done = 0
+    training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            for inputs, labels in dataset.batches(BATCH):
+                moved = inputs.to(first.device)
+                logits = model(moved.to(first.dtype) if moved.is_floating_point() else moved)
+                if not isinstance(logits, torch.Tensor) or logits.dim() != 2:
+                    raise DataError("the network gives no class scores; expected outputs (N, classes)")
+                if int(labels.max()) >= logits.shape[1]:
+                    raise DataError(
+                        f"label {int(labels.max())} in '{dataset.source}' is beyond the network's "
+                        f"{logits.shape[1]} classes; expected 0 to {logits.shape[1] - 1}"
+                    )
+                correct += int((logits.argmax(1).cpu() == labels).sum())
+                done += len(labels)
+                if on_batch is not None:
+                    on_batch(done, len(dataset))
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        if isinstance(error, DataError):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(
+            f"the network cannot run inputs of shape {tuple(dataset.inputs.shape[1:])} from "
+            f"'{dataset.source}': {reason}"
+        ) from error
+    finally:
+        model.train(training)
+    low, high = wilson(correct, done)
+    return Evaluation(correct / done, low, high, done, correct, dataset.source)

@@ -1,0 +1,267 @@
+"""Jobs: lists of points computed by a worker process, with their state and progress on disk.
+
+A job is a folder `jobs/ID/` of the store: `request.json` (what to compute), `status.json` (replaced
+atomically as it goes) and, once asked for, `cancel`. The page that submitted it may be closed; the
+worker goes on, and each finished point is in the store at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from psm_core.errors import PsmError, StoreError, UnknownNameError
+from psm_core.experiments.store import ResultStore, process_alive, write_atomically
+from psm_core.experiments.study import Point
+from psm_core.methods import method_from_json
+
+ACTIVE = ("queued", "running")
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """Where a job stands.
+
+    `state` is queued, running, done, failed, cancelled or interrupted (its process ended before it
+    did). `done` of `total` points are computed; `current` names the one at work, whose error after
+    each iteration is `history` and whose own progress is `step` of `steps`. `keys` are the records
+    computed or found so far, `cached` how many of them were answered from the store.
+    """
+
+    id: str
+    state: str
+    total: int
+    submitted: float
+    done: int = 0
+    cached: int = 0
+    current: str = ""
+    step: int = 0
+    steps: int = 0
+    history: tuple[float, ...] = ()
+    keys: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+    message: str = ""
+    started: float | None = None
+    finished: float | None = None
+    worker: int | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether it still runs or waits."""
+        return self.state in ACTIVE
+
+    @property
+    def progress(self) -> float:
+        """The share done, from 0 to 1, the current point counted by its iterations."""
+        part = self.step / self.steps if self.steps else 0.0
+        return min(1.0, (self.done + part) / self.total) if self.total else 1.0
+
+    def eta_seconds(self, now: float | None = None) -> float | None:
+        """Seconds left at the pace so far, or None before there is a pace."""
+        if self.state != "running" or self.started is None or self.progress < 0.01:
+            return None
+        elapsed = (time.time() if now is None else now) - self.started
+        return elapsed * (1 - self.progress) / self.progress
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """What to compute: points of one model, with its data, on a device."""
+
+    model: str
+    points: tuple[Point, ...]
+    data: str = ""
+    device: str = "auto"
+
+    def to_json(self) -> dict[str, Any]:
+        """The request as JSON."""
+        return {
+            "model": self.model,
+            "data": self.data,
+            "device": self.device,
+            "points": [_point_to_json(point) for point in self.points],
+        }
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> JobRequest:
+        """The request that `to_json` gave."""
+        points = tuple(_point_from_json(point) for point in document["points"])
+        return cls(document["model"], points, document["data"], document["device"])
+
+
+def _point_to_json(point: Point) -> dict[str, Any]:
+    plan = point.plan
+    return {
+        "layer": point.layer,
+        "method": None if point.method is None else point.method.to_json(),
+        "plan": None if plan is None else {name: m.to_json() for name, m in plan.items()},
+        "family": point.family,
+        "fraction": point.fraction,
+    }
+
+
+def _point_from_json(document: dict[str, Any]) -> Point:
+    method, plan = document["method"], document["plan"]
+    return Point(
+        document["layer"],
+        None if method is None else method_from_json(method),
+        None if plan is None else {name: method_from_json(m) for name, m in plan.items()},
+        document["family"],
+        document["fraction"],
+    )
+
+
+class JobFolder:
+    """The files of one job."""
+
+    def __init__(self, root: Path, job_id: str) -> None:
+        self.id = job_id
+        self.path = root / "jobs" / job_id
+
+    def write_request(self, request: JobRequest) -> None:
+        """Keep what is to be computed."""
+        write_atomically(self.path / "request.json", json.dumps(request.to_json()).encode())
+
+    def read_request(self) -> JobRequest:
+        """What is to be computed."""
+        return JobRequest.from_json(json.loads((self.path / "request.json").read_text()))
+
+    def write(self, status: JobStatus) -> None:
+        """Replace the status."""
+        write_atomically(self.path / "status.json", json.dumps(asdict(status)).encode())
+
+    def read(self) -> JobStatus:
+        """The status.
+
+        Raises:
+            UnknownNameError: there is no such job.
+        """
+        try:
+            document = json.loads((self.path / "status.json").read_text())
+        except (OSError, ValueError):
+            known = [folder.name for folder in self.path.parent.glob("*")]
+            raise UnknownNameError("job", self.id, known) from None
+        for name in ("history", "keys", "problems"):
+            document[name] = tuple(document[name])
+        return JobStatus(**document)
+
+    def request_cancel(self) -> None:
+        """Ask the worker to stop."""
+        (self.path / "cancel").touch()
+
+    @property
+    def cancel_requested(self) -> bool:
+        """Whether the worker was asked to stop."""
+        return (self.path / "cancel").exists()
+
+
+@dataclass
+class JobRunner:
+    """One worker process and its queue; jobs run one after another, in the order submitted."""
+
+    store: ResultStore
+    _worker: subprocess.Popen[bytes] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def submit(self, model: str, points: Sequence[Point], data: str = "", device: str = "auto") -> str:
+        """Queue points of a model (named by its source string) and return the job's id.
+
+        Raises:
+            StoreError: the request cannot be written or no worker can be started.
+        """
+        job_id = time.strftime("%Y%m%d-%H%M%S-") + uuid.uuid4().hex[:6]
+        folder = JobFolder(self.store.root, job_id)
+        with self._lock:
+            try:
+                folder.write_request(JobRequest(model, tuple(points), data, device))
+                worker = self._running_worker()
+                folder.write(JobStatus(job_id, "queued", len(points), time.time(), worker=worker.pid))
+                assert worker.stdin is not None
+                worker.stdin.write(f"{job_id}\n".encode())
+                worker.stdin.flush()
+            except OSError as error:
+                raise StoreError(f"the job cannot be queued: {error}") from error
+        return job_id
+
+    def warm_up(self) -> None:
+        """Start the worker now, so that the first job need not wait for it."""
+        with self._lock:
+            self._running_worker()
+
+    def status(self, job_id: str) -> JobStatus:
+        """Where a job stands; one whose worker is gone is recorded as interrupted.
+
+        Raises:
+            UnknownNameError: there is no such job.
+        """
+        folder = JobFolder(self.store.root, job_id)
+        status = folder.read()
+        if status.active and not (status.worker and process_alive(status.worker)):
+            status = folder.read()  # it may have ended properly in between
+            if status.active:
+                status = replace(
+                    status,
+                    state="interrupted",
+                    finished=time.time(),
+                    message="Its process ended before it did. What was finished is kept; run it "
+                    "again to compute the rest.",
+                )
+                folder.write(status)
+        return status
+
+    def position(self, job_id: str) -> int:
+        """How many active jobs were submitted before this one."""
+        own = self.status(job_id)
+        return sum(other.active and other.submitted < own.submitted for other in self.jobs())
+
+    def jobs(self) -> list[JobStatus]:
+        """All jobs of this store, newest first."""
+        folders = (self.store.root / "jobs").glob("*/status.json")
+        found = [self.status(path.parent.name) for path in folders]
+        return sorted(found, key=lambda status: status.submitted, reverse=True)
+
+    def cancel(self, job_id: str) -> None:
+        """Stop a job: at once when it is queued, at its next iteration when it runs."""
+        folder = JobFolder(self.store.root, job_id)
+        folder.request_cancel()
+        status = folder.read()
+        if status.state == "queued":
+            folder.write(replace(status, state="cancelled", finished=time.time()))
+
+    def resubmit(self, job_id: str) -> str:
+        """Queue the same points again; finished ones are answered from the store."""
+        request = JobFolder(self.store.root, job_id).read_request()
+        return self.submit(request.model, request.points, request.data, request.device)
+
+    def close(self) -> None:
+        """Let the worker end after the job at hand."""
+        if self._worker is not None and self._worker.stdin is not None:
+            self._worker.stdin.close()
+            self._worker = None
+
+    def _running_worker(self) -> subprocess.Popen[bytes]:
+        if self._worker is None or self._worker.poll() is not None:
+            # Started by command: a child spawned by multiprocessing would run the page's script.
+            self._worker = subprocess.Popen(
+                [sys.executable, "-m", "psm_core.experiments.worker", str(self.store.root)],
+                stdin=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+        return self._worker
+
+
+def error_message(error: Exception) -> str:
+    """One line for the user: a named error as it is, any other with its type."""
+    if isinstance(error, PsmError):
+        return str(error)
+    detail = str(error).splitlines()[0] if str(error) else ""
+    return f"{type(error).__name__}: {detail}"

@@ -1,0 +1,188 @@
+"""The result store: an SQLite index of records, and one safetensors file for each factorization."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import psutil
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from psm_core.errors import CheckpointError, PsmError, StoreError
+from psm_core.experiments.record import COLUMNS, NETWORK, Record, from_row, to_row
+from psm_core.factorization import Factorization
+from psm_core.methods import method_from_json
+
+SCHEMA_VERSION = 1
+_COLUMN_TYPES = {
+    "fraction": "REAL",
+    "relative_error": "REAL",
+    "parameters": "INTEGER",
+    "dense_parameters": "INTEGER",
+    "nbytes": "INTEGER",
+    "dense_nbytes": "INTEGER",
+    "seconds": "REAL",
+    "accuracy": "REAL",
+    "low": "REAL",
+    "high": "REAL",
+    "samples": "INTEGER",
+}
+
+
+class ResultStore:
+    """Results under one folder: `results.sqlite`, `factors/`, `jobs/`.
+
+    Safe with several processes: SQLite in WAL mode, files replaced atomically. A record is written
+    after its factors, so that a process killed at any moment leaves no record without them.
+    """
+
+    def __init__(self, root: str | Path = "cache") -> None:
+        self.root = Path(root)
+        columns = ", ".join(f"{name} {_COLUMN_TYPES.get(name, 'TEXT')}" for name in COLUMNS)
+        try:
+            (self.root / "factors").mkdir(parents=True, exist_ok=True)
+            with self._connect() as db:
+                version = db.execute("PRAGMA user_version").fetchone()[0]
+                if version > SCHEMA_VERSION:
+                    raise StoreError(
+                        f"the store in '{self.root}' has schema {version}, newer than this version "
+                        f"reads ({SCHEMA_VERSION}); update psm_core or name another folder"
+                    )
+                db.execute("PRAGMA journal_mode = WAL")
+                db.execute(
+                    f"CREATE TABLE IF NOT EXISTS records ({columns}, PRIMARY KEY (key, model_hash, layer))"
+                )
+                db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(
+                f"the result store in '{self.root}' cannot be opened ({error}); name a folder that "
+                "can be written"
+            ) from error
+        remove_abandoned(self.root)
+
+    @contextlib.contextmanager
+    def _connect(self) -> Iterator[sqlite3.Connection]:
+        db = sqlite3.connect(self.root / "results.sqlite", timeout=30)
+        db.row_factory = sqlite3.Row
+        try:
+            with db:
+                yield db
+        finally:
+            db.close()
+
+    def put(self, record: Record, factorization: Factorization | None = None) -> None:
+        """Keep a record and its factors; the same record again replaces the old one.
+
+        Raises:
+            StoreError: the folder cannot be written (full disk, read-only).
+        """
+        row = to_row(record)
+        marks = ", ".join("?" for _ in COLUMNS)
+        try:
+            if factorization is not None:
+                layout = {"factorization": json.dumps(factorization.layout())}
+                write_atomically(
+                    self._factor_file(record.key), save(factorization.tensors(), metadata=layout)
+                )
+            with self._connect() as db:
+                db.execute(
+                    f"INSERT OR REPLACE INTO records VALUES ({marks})",
+                    [row[name] for name in COLUMNS],
+                )
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(f"the result cannot be kept in '{self.root}': {error}") from error
+
+    def get(self, key: str, model_hash: str | None = None, layer: str | None = None) -> Record | None:
+        """The record of a key (of this layer of this model, where they are named), or None."""
+        where, values = _conditions({"key": key, "model_hash": model_hash, "layer": layer})
+        with self._connect() as db:
+            row = db.execute(f"SELECT * FROM records WHERE {where} LIMIT 1", values).fetchone()
+        return None if row is None else replace(from_row(dict(row)), cached=True)
+
+    def factors(self, key: str) -> Factorization | None:
+        """The factorization of a key, or None when it is not kept or its file is damaged."""
+        path = self._factor_file(key)
+        try:
+            with safe_open(path, framework="pt") as file:
+                layout = json.loads(file.metadata()["factorization"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return Factorization.from_tensors(method_from_json(layout), layout, tensors)
+        except FileNotFoundError:
+            return None
+        except (
+            OSError,
+            SafetensorError,
+            CheckpointError,
+            PsmError,
+            KeyError,
+            ValueError,
+            TypeError,
+        ):
+            path.unlink(missing_ok=True)  # it will be fitted again
+            return None
+
+    def query(
+        self,
+        model_hash: str | None = None,
+        layer: str | None = None,
+        method: str | None = None,
+    ) -> pd.DataFrame:
+        """The records as a frame, oldest first, one column a field."""
+        where, values = _conditions({"model_hash": model_hash, "layer": layer, "method": method})
+        with self._connect() as db:
+            return pd.read_sql_query(
+                f"SELECT * FROM records WHERE {where} ORDER BY created, rowid", db, params=values
+            )
+
+    def networks(self, model_hash: str) -> pd.DataFrame:
+        """The whole-network records of a model."""
+        return self.query(model_hash=model_hash, layer=NETWORK)
+
+    def _factor_file(self, key: str) -> Path:
+        return self.root / "factors" / key[:2] / f"{key}.safetensors"
+
+
+def _conditions(wanted: dict[str, str | None]) -> tuple[str, list[str]]:
+    """An SQL condition for the values that are given."""
+    given = {name: value for name, value in wanted.items() if value is not None}
+    return " AND ".join(f"{name} = ?" for name in given) or "1", list(given.values())
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that readers and crashes see the old content or the new, nothing between."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{os.getpid()}-", suffix=".part")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def remove_abandoned(root: Path) -> None:
+    """Delete the half-written files of processes that are no more."""
+    for part in root.rglob(".*.part"):
+        owner = part.name[1:].split("-")[0]
+        if owner.isdigit() and not process_alive(int(owner)):
+            part.unlink(missing_ok=True)
+
+
+def process_alive(pid: int) -> bool:
+    """Whether a process of this number runs."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

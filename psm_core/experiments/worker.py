@@ -1,0 +1,117 @@
+"""The worker process: reads job ids from standard input, one a line, and computes their points."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from psm_core.errors import PsmError
+from psm_core.experiments.jobs import JobFolder, JobStatus, error_message
+from psm_core.experiments.store import ResultStore
+from psm_core.experiments.study import Study
+from psm_core.network.models import load_model
+from psm_core.progress import JobCancelled, Step
+
+WRITE_INTERVAL = 0.25
+HISTORY_POINTS = 400
+
+
+class Progress:
+    """Writes the status of a job as it goes, and stops it when that is asked for."""
+
+    def __init__(self, folder: JobFolder) -> None:
+        self.folder = folder
+        self.status = replace(folder.read(), state="running", started=time.time(), worker=os.getpid())
+        self._history: list[float] = []
+        self._layer = ""
+        self._written = 0.0
+        self.write()
+
+    def write(self, **changes: object) -> None:
+        """Replace the status at once."""
+        self.status = replace(self.status, **changes)  # type: ignore[arg-type]
+        self.folder.write(self.status)
+        self._written = time.monotonic()
+
+    def tick(self) -> None:
+        """Honour a request to cancel, and write the status if it is due."""
+        if time.monotonic() - self._written < WRITE_INTERVAL:
+            return
+        self.check_cancel()
+        stride = max(1, len(self._history) // HISTORY_POINTS)
+        self.write(history=tuple(self._history[::stride]))
+
+    def check_cancel(self) -> None:
+        """Raise JobCancelled when the user asked to stop."""
+        if self.folder.cancel_requested:
+            raise JobCancelled
+
+    def on_step(self, layer: str, step: Step) -> None:
+        """Receive an iteration of the fit at hand."""
+        if layer != self._layer or step.iteration <= 1:
+            self._history, self._layer = [], layer
+        self._history.append(step.relative_error)
+        self.status = replace(self.status, step=step.iteration, steps=step.total)
+        self.tick()
+
+    def on_batch(self, done: int, total: int) -> None:
+        """Receive an evaluated batch of the network at hand."""
+        self.tick()
+
+
+def run_job(store: ResultStore, job_id: str) -> JobStatus:
+    """Compute the points of a job; what fails for one point is noted, and the rest goes on."""
+    folder = JobFolder(store.root, job_id)
+    if folder.cancel_requested:
+        return folder.read()
+    progress = Progress(folder)
+    try:
+        request = folder.read_request()
+        study = Study(load_model(request.model), store, request.data, request.device)
+        for point in request.points:
+            progress.check_cancel()
+            progress.write(current=point.label, step=0, steps=0, history=())
+            status = progress.status
+            try:
+                record = study.compute(point, progress.on_step, progress.on_batch)
+                progress.write(keys=(*status.keys, record.key), cached=status.cached + record.cached)
+            except PsmError as error:
+                progress.write(problems=(*status.problems, f"{point.label}: {error}"))
+            progress.write(done=status.done + 1, step=0, steps=0)
+        status = progress.status
+        failed = len(status.problems) == status.total > 0
+        progress.write(
+            state="failed" if failed else "done",
+            message=status.problems[0] if failed else "",
+            current="",
+            finished=time.time(),
+        )
+    except JobCancelled:
+        progress.write(state="cancelled", current="", finished=time.time())
+    except Exception as error:
+        # The worker serves the next job whatever this one met; the log keeps the trace.
+        traceback.print_exc()
+        progress.write(state="failed", message=error_message(error), finished=time.time())
+    return progress.status
+
+
+def main() -> None:
+    """Serve jobs until standard input is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the app's terminal is for the app
+    torch.set_flush_denormal(True)
+    store = ResultStore(Path(sys.argv[1]))
+    for line in sys.stdin:
+        with contextlib.suppress(FileNotFoundError):  # its folder was deleted meanwhile
+            run_job(store, line.strip())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""PALM4MSA: proximal alternating linearized minimization for multi-layer sparse approximation.
+
+    minimize  ‖W − λ·S₁S₂…S_Q‖²_F   over λ and S_q ∈ E_q,   W of shape m × n, m ≤ n,
+
+where S₁ … S_{Q−1} are m × m and S_Q is m × n (a tall W is transposed first). Each factor in turn takes
+a gradient step of length 1/c, c slightly above λ²‖L‖₂²‖R‖₂² (L, R: the products of the factors on its
+left and right), and is projected onto its sparsity set E_q; then λ = ⟨W, P⟩ / ‖P‖²_F, P = S₁…S_Q.
+
+Sources: Le Magoarou & Gribonval, "Flexible multilayer sparse approximations of matrices and
+applications", IEEE JSTSP 2016; Giffon et al., "PSM-nets", IJCNN 2021 (the union constraint).
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Report = Callable[[int, int, float], None]
+Stage = tuple[list[Tensor], Tensor]  # factors of unit norm, λ
+
+CONSTRAINTS = ("splincol", "row", "column", "global")
+_TRANSPOSED = {"row": "column", "column": "row"}
+_MARGIN = 1.001  # c exceeds the Lipschitz constant by this factor
+_REPORT_EVERY = 0.1  # seconds
+
+
+def palm4msa(
+    target: Tensor, *, K: int, Q: int, constraint: str = "splincol",
+    iterations: int, tolerance: float, seed: int, report: Report,
+) -> list[Tensor]:  # fmt: skip
+    """Q sparse factors whose product, left to right, approximates ``target`` (m × n): flat PALM4MSA.
+
+    The factor with the longer side starts at zero and is updated first, the others start as the
+    identity. λ is kept apart until the end, then shared evenly by the factors; the best iterate is
+    returned. Stops after ``iterations``, or once an iteration lowers the relative error by less than
+    the fraction ``tolerance`` of it. ``report(iteration, total, relative_error)`` may raise.
+    """
+    fit = _Fit(K, constraint, iterations, tolerance, seed, report, total=iterations)
+    return _normalized(target, Q, fit, _flat)
+
+
+def hierarchical(
+    target: Tensor, *, K: int, Q: int, constraint: str = "splincol",
+    iterations: int, tolerance: float, seed: int, report: Report,
+) -> list[Tensor]:  # fmt: skip
+    """As :func:`palm4msa`, one factor after another: split ``target`` in two, split the square residual
+    again, and re-optimize all factors on ``target`` after each split; ``iterations`` for each stage.
+
+    While r factors are still to come out of the residual, it may hold Kʳ entries where they hold K:
+    no product of r such factors needs more.
+    """
+    total = iterations * max(2 * Q - 3, 1)
+    return _normalized(
+        target, Q, _Fit(K, constraint, iterations, tolerance, seed, report, total), _split
+    )
+
+
+def project(matrix: Tensor, K: int, constraint: str) -> Tensor:
+    """Nearest matrix of a sparsity set: kept entries unchanged, exact zeros elsewhere.
+
+    "row" keeps the K largest magnitudes of each row, "column" of each column, "splincol" the union of
+    both, "global" the K·max(rows, cols) largest of the matrix. Ties never exceed these counts.
+    """
+    if constraint not in CONSTRAINTS:
+        raise ValueError(f"constraint must be one of {', '.join(CONSTRAINTS)}, not {constraint!r}")
+    rows, cols = matrix.shape
+    size = matrix.abs()
+    keep = torch.zeros_like(matrix, dtype=torch.bool)
+    if constraint == "global":
+        count = min(K * max(rows, cols), matrix.numel())
+        keep.view(-1)[size.view(-1).topk(count, sorted=False).indices] = True
+    if constraint in ("row", "splincol"):
+        keep.scatter_(1, size.topk(min(K, cols), dim=1, sorted=False).indices, True)
+    if constraint in ("column", "splincol"):
+        keep.scatter_(0, size.topk(min(K, rows), dim=0, sorted=False).indices, True)
+    return matrix * keep
+
+
+class _Fit:
+    """The settings of one fit and its progress, which runs on over the stages."""
+
+    def __init__(
+        self,
+        K: int,
+        constraint: str,
+        iterations: int,
+        tolerance: float,
+        seed: int,
+        report: Report,
+        total: int,
+    ) -> None:
+        self.K, self.constraint, self.iterations, self.tolerance = (
+            K,
+            constraint,
+            iterations,
+            tolerance,
+        )
+        self.random = torch.Generator().manual_seed(seed)
+        self.report, self.total, self.done = report, total, 0
+        self.pending: list[Tensor] = []
+        self.reported = -1.0
+
+    def progress(self, error: Tensor) -> None:
+        """Queue the error of an iteration; losses leave the device together, every tenth of a second."""
+        self.pending.append(error)
+        if time.monotonic() - self.reported > _REPORT_EVERY:
+            self.flush()
+
+    def flush(self) -> None:
+        for error in torch.stack(self.pending).tolist() if self.pending else ():
+            self.done += 1
+            self.report(self.done, self.total, error)
+        self.pending, self.reported = [], time.monotonic()
+
+
+def _normalized(
+    target: Tensor, Q: int, fit: _Fit, scheme: Callable[[Tensor, int, _Fit], Stage]
+) -> list[Tensor]:
+    """Make ``target`` wide and of unit size for ``scheme``, and undo both on the factors."""
+    tall = target.shape[0] > target.shape[1]
+    matrix = target.detach().mT.contiguous() if tall else target.detach()
+    if tall:
+        fit.constraint = _TRANSPOSED.get(fit.constraint, fit.constraint)
+    info = torch.finfo(matrix.dtype)
+    scale = matrix.abs().amax().clamp_min(info.tiny)
+    unit = matrix / scale
+    if Q == 1:
+        factors = [project(matrix, fit.K, fit.constraint)]
+        lost = torch.linalg.vector_norm((matrix - factors[0]) / scale)
+        fit.total = 1
+        fit.progress(lost / torch.linalg.vector_norm(unit).clamp_min(info.tiny))
+    else:
+        unit = unit * (unit.abs() > info.eps**2)  # far below rounding: only a source of denormals
+        factors, lam = scheme(unit, Q, fit)
+        share = lam.abs().pow(1 / Q) * scale.pow(1 / Q)  # λ·scale itself could overflow
+        factors = [factor * share for factor in factors]
+        factors[0] = factors[0] * lam.sign()
+    fit.flush()
+    return [factor.mT.contiguous() for factor in reversed(factors)] if tall else factors
+
+
+def _flat(target: Tensor, Q: int, fit: _Fit) -> Stage:
+    return _stage(target, _start(target, Q), target.new_ones(()), [fit.K] * Q, fit)
+
+
+def _split(target: Tensor, Q: int, fit: _Fit) -> Stage:
+    factors, lam, sizes = [target], target.new_ones(()), [0]
+    for left in range(Q - 1, 0, -1):
+        residual, *rest = factors
+        pair, gain = _stage(
+            residual, _start(residual, 2), target.new_ones(()), [fit.K**left, fit.K], fit
+        )
+        factors, lam, sizes = [*pair, *rest], lam * gain, [fit.K**left, fit.K, *sizes[1:]]
+        if rest:
+            factors, lam = _stage(target, factors, lam, sizes, fit)
+    return factors, lam
+
+
+def _start(target: Tensor, Q: int) -> list[Tensor]:
+    eye = torch.eye(len(target), dtype=target.dtype, device=target.device)
+    return [eye] * (Q - 1) + [torch.zeros_like(target)]
+
+
+def _stage(
+    target: Tensor, factors: list[Tensor], lam: Tensor, sizes: list[int], fit: _Fit
+) -> Stage:
+    """Best iterate of ``fit.iterations`` sweeps over ``factors``, from the last (wide) to the first.
+
+    The m × n matrices enter four products a sweep only: LᵀL·S and LᵀW in the step of the wide factor
+    S, SSᵀ and WSᵀ after it. From the Gram matrices G = RRᵀ and H = WRᵀ the rest follows in m × m.
+    """
+    *square, wide = factors
+    tiny = torch.finfo(target.dtype).tiny
+    energy = target.square().sum().clamp_min(tiny)
+    probes = torch.randn(
+        2, len(factors), len(target), generator=fit.random, dtype=torch.float64
+    ).to(target)
+    best, best_lam, lowest = list(factors), lam, torch.full_like(lam, torch.inf)
+    previous = torch.inf
+    for sweep in range(fit.iterations):
+        power = (
+            50 if sweep == 0 else 8
+        )  # power iterations from the singular vectors of the last sweep
+        lefts = [square[0]]
+        for factor in square[1:]:
+            lefts.append(lefts[-1] @ factor)
+
+        gram = lam * (lefts[-1].mT @ lefts[-1])
+        slope = torch.addmm(lefts[-1].mT @ target, gram, wide, beta=-1)
+        step = 1 / (_MARGIN * _norm(gram, probes[0, -1], power)).clamp_min(tiny)
+        wide, lam = _unit(project(wide - slope.mul_(step), sizes[-1], fit.constraint), lam)
+        G, H = (
+            wide @ wide.mT,
+            target @ wide.mT,
+        )  # times λ and λ², they belong to the current product
+
+        for q in range(len(square) - 1, -1, -1):
+            factor, gram, pull = square[q], lam * G, H
+            slope = factor @ gram
+            bound = _norm(gram, probes[0, q], power)
+            if q:
+                left = lefts[q - 1].mT @ lefts[q - 1]
+                slope, pull = left @ slope, lefts[q - 1].mT @ H
+                bound = bound * _norm(left, probes[1, q], power)
+            step = 1 / (_MARGIN * bound).clamp_min(tiny)
+            factor, lam = _unit(
+                project(factor - (slope - pull).mul_(step), sizes[q], fit.constraint), lam
+            )
+            square[q] = factor
+            if q:
+                G, H = factor @ G @ factor.mT, H @ factor.mT
+        inner = (H * square[0]).sum()
+        lam = inner / (square[0] @ G).mul_(square[0]).sum().clamp_min(tiny)
+        error = (1 - lam * inner / energy).clamp_min(0).sqrt()
+
+        better = error < lowest  # decided on the device: no wait for the host
+        lowest, best_lam = torch.where(better, error, lowest), torch.where(better, lam, best_lam)
+        best = [
+            torch.where(better, new, old) for new, old in zip([*square, wide], best, strict=True)
+        ]
+        fit.progress(error)
+        if fit.tolerance > 0:
+            if previous - float(error) < fit.tolerance * previous:
+                break
+            previous = float(error)
+    fit.flush()
+    return best, best_lam
+
+
+def _unit(factor: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale ``factor`` to unit norm and λ so that their product stays; a zero factor stays as it is."""
+    norm = torch.linalg.vector_norm(factor)
+    norm = torch.where(norm > 0, norm, torch.ones_like(norm))
+    return factor / norm, lam * norm
+
+
+def _norm(gram: Tensor, probe: Tensor, steps: int) -> Tensor:
+    """Largest eigenvalue of a positive semidefinite matrix by power iteration; ``probe`` is updated."""
+    size = torch.linalg.vector_norm(probe)
+    for _ in range(steps):
+        probe.copy_(gram @ (probe / size.clamp_min(torch.finfo(gram.dtype).tiny)))
+        size = torch.linalg.vector_norm(probe)
+    return size

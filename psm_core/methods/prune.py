@@ -1,0 +1,59 @@
+"""Magnitude pruning."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from psm_core.factorization import Factorization, MatrixProduct
+from psm_core.methods.base import (
+    Method,
+    Shape,
+    floats_in_budget,
+    matrix_shape,
+    parameter,
+)
+from psm_core.progress import Report
+from psm_core.sparse import SparseMatrix
+
+
+@dataclass(frozen=True)
+class Prune(Method):
+    """Keep the largest weights of a layer, by magnitude, and store them as one sparse matrix.
+
+    The best approximation with that many non-zeros. `fraction` is the share of weights kept (at
+    least one). Indices come on top of the stored floats in bytes.
+    """
+
+    name = "prune"
+    title = "Pruning"
+    version = 1
+    size_parameter = "fraction"
+
+    fraction: float = parameter("share of the weights kept", float, above=0.0, maximum=1.0)
+
+    def storage(self, shape: Shape) -> int:
+        return max(1, floats_in_budget(shape, self.fraction))
+
+    @classmethod
+    def smallest(cls, shape: Shape, **fixed: Any) -> Self:
+        return cls(fraction=1 / math.prod(shape))
+
+    @classmethod
+    def at_budget(cls, shape: Shape, fraction: float, **fixed: Any) -> Self:
+        if floats_in_budget(shape, fraction) < 1:
+            raise cls.too_small(shape, fraction)
+        return cls(fraction=fraction, **fixed)
+
+    def _factorize(self, weight: Tensor, report: Report) -> Factorization:
+        shape = tuple(weight.shape)
+        matrix = weight.reshape(matrix_shape(shape))
+        kept = matrix.abs().flatten().topk(self.storage(shape)).indices
+        pruned = torch.zeros_like(matrix).flatten()
+        pruned[kept] = matrix.flatten()[kept]
+        sparse = SparseMatrix.from_dense(pruned.reshape(matrix.shape))
+        return MatrixProduct(self, shape, (sparse,))

@@ -1,0 +1,145 @@
+"""Products of sparse matrices: the method this project exists for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import Tensor
+
+from psm_core.errors import ParameterError
+from psm_core.factorization import Factorization, MatrixProduct
+from psm_core.methods._joint import joint
+from psm_core.methods._palm4msa import hierarchical, palm4msa
+from psm_core.methods.base import (
+    Method,
+    Shape,
+    floats_in_budget,
+    matrix_shape,
+    parameter,
+)
+from psm_core.progress import Report
+from psm_core.sparse import SparseMatrix
+
+
+@dataclass(frozen=True)
+class PSM(Method):
+    """W ≈ S₁S₂…S_Q with sparse factors, of about K non-zeros a row and a column each.
+
+    The nominal factors are Q − 1 square ones of the smaller side of W and one of W's own shape, so
+    the budget is K·((Q − 1)·min + max) floats, with (min, max) the sides of the matrix out × in·kh·kw.
+
+    `joint` (the default) spends that budget freely: the non-zeros go where they lower the error
+    most, over rows, factors and a free inner dimension, and Q is the most factors it may use. SVD,
+    pruning and low-rank + sparse are special cases, and it does not lose to them.
+
+    `palm4msa` and `hierarchical` are the published algorithms (Le Magoarou & Gribonval 2016), with
+    the constraint sets of PSM-nets (Giffon et al., IJCNN 2021): `splincol` keeps the K largest of
+    each row and of each column, between K·max and K·(rows + cols) non-zeros a factor; `row` and
+    `column` keep K each; `global` keeps the K·max(rows, cols) largest.
+    """
+
+    name = "psm"
+    title = "PSM"
+    version = 1
+    size_parameter = "K"
+
+    K: float = parameter("non-zeros per row and per column of a factor", float, above=0.0)
+    Q: int = parameter("number of factors", int, default=2, minimum=1, maximum=8)
+    algorithm: str = parameter(
+        "how the factors are found",
+        str,
+        default="joint",
+        choices=("joint", "palm4msa", "hierarchical"),
+    )
+    constraint: str = parameter(
+        "sparsity set of a factor (palm4msa and hierarchical)",
+        str,
+        default="splincol",
+        choices=("splincol", "row", "column", "global"),
+    )
+    iterations: int = parameter("most iterations", int, default=200, minimum=1, maximum=100_000)
+    tolerance: float = parameter(
+        "stop when an iteration lowers the relative error by less", float, default=0.0, minimum=0.0
+    )
+    seed: int = parameter("seed of the random numbers", int, default=0, minimum=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.algorithm != "joint" and int(self.K) != self.K:
+            raise ParameterError(
+                f"psm: K = {self.K:g} is not whole, as algorithm={self.algorithm} needs it; give a "
+                "whole K, or use algorithm=joint"
+            )
+
+    def storage(self, shape: Shape) -> int:
+        """Floats stored at the most: exact for `joint`, the bound of the sparsity set otherwise."""
+        sides = sorted(matrix_shape(shape))
+        if self.algorithm == "joint":
+            return max(1, min(math.floor(self.K * nominal_rows(shape, self.Q) + 1e-6), math.prod(sides)))
+        return sum(
+            _set_size(self.constraint, self.K, rows, cols) for rows, cols in nominal_shapes(shape, self.Q)
+        )
+
+    @classmethod
+    def largest(cls, shape: Shape, name: str, **fixed: Any) -> float:
+        return max(matrix_shape(shape)) if name == "K" else super().largest(shape, name)
+
+    @classmethod
+    def smallest(cls, shape: Shape, **fixed: Any) -> Self:
+        if fixed.get("algorithm", "joint") != "joint":
+            return super().smallest(shape, **fixed)
+        return cls(K=1 / nominal_rows(shape, fixed.get("Q", 2)), **fixed)
+
+    @classmethod
+    def at_budget(cls, shape: Shape, fraction: float, **fixed: Any) -> Self:
+        """Meets any budget exactly with `joint`, whose K may be fractional; else the largest K."""
+        if fixed.get("algorithm", "joint") != "joint":
+            return super().at_budget(shape, fraction, **fixed)
+        if (budget := floats_in_budget(shape, fraction)) < 1:
+            raise cls.too_small(shape, fraction, **fixed)
+        return cls(K=budget / nominal_rows(shape, fixed.get("Q", 2)), **fixed)
+
+    def _factorize(self, weight: Tensor, report: Report) -> Factorization:
+        shape = tuple(weight.shape)
+        matrix = weight.reshape(matrix_shape(shape))
+        common: dict[str, Any] = {
+            "Q": self.Q,
+            "iterations": self.iterations,
+            "tolerance": self.tolerance,
+            "seed": self.seed,
+            "report": report,
+        }
+        if self.algorithm == "joint":
+            factors = joint(matrix, nonzeros=self.storage(shape), **common)
+        else:
+            run = palm4msa if self.algorithm == "palm4msa" else hierarchical
+            factors = run(matrix, K=int(self.K), constraint=self.constraint, **common)
+        # A factor without zeros needs no indices.
+        stored = [f if bool((f != 0).all()) else SparseMatrix.from_dense(f) for f in factors]
+        return MatrixProduct(self, shape, tuple(stored))
+
+
+def nominal_shapes(shape: Shape, Q: int) -> list[tuple[int, int]]:
+    """One factor of the matrix's own shape, and Q − 1 square ones of its smaller side."""
+    rows, cols = matrix_shape(shape)
+    return [(rows, cols)] + [(min(rows, cols),) * 2] * (Q - 1)
+
+
+def nominal_rows(shape: Shape, Q: int) -> int:
+    """Σ max(rows, cols) over the nominal factors: non-zeros for K = 1."""
+    return sum(max(sides) for sides in nominal_shapes(shape, Q))
+
+
+def _set_size(constraint: str, K: float, rows: int, cols: int) -> int:
+    """The most non-zeros that a constraint set allows in a factor of this shape."""
+    k = math.floor(K)
+    per_row, per_column = rows * min(k, cols), cols * min(k, rows)
+    allowed = {
+        "splincol": per_row + per_column,
+        "row": per_row,
+        "column": per_column,
+        "global": k * max(rows, cols),
+    }[constraint]
+    return min(allowed, rows * cols)

@@ -1,0 +1,149 @@
+"""Tucker-2 decomposition over the channel modes of a convolution."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import tensorly
+import torch
+from tensorly.decomposition import partial_tucker
+from torch import Tensor
+
+from psm_core.factorization import Factor, Factorization, MatrixProduct
+from psm_core.methods.base import Method, Shape, floats_in_budget, parameter
+from psm_core.methods.svd import SVD, truncated_svd
+from psm_core.network.modules import ConvGeometry, mix_channels
+from psm_core.progress import Report
+
+
+@dataclass(frozen=True)
+class Tucker(Method):
+    """W ≈ core ×₁ U ×₂ V: a core (r_out × r_in × kh × kw) between two channel mixings.
+
+    U (out × r_out) and V (in × r_in) have orthonormal columns. Start: truncated HOSVD; then sweeps
+    of higher-order orthogonal iteration (De Lathauwer et al. 2000) by TensorLy's `partial_tucker`.
+    As a layer: 1×1 convolution, kh×kw convolution with the core, 1×1 convolution (Kim et al. 2016).
+    Stores out·r_out + in·r_in + r_out·r_in·kh·kw floats.
+
+    For a Linear layer the decomposition is the SVD of rank min(r_out, r_in), and is stored as such.
+    """
+
+    name = "tucker"
+    title = "Tucker"
+    version = 1
+    size_parameter = "rank_out"
+
+    rank_out: int = parameter("rank over the output channels", int, minimum=1)
+    rank_in: int = parameter("rank over the input channels", int, minimum=1)
+    iterations: int = parameter("sweeps of orthogonal iteration", int, default=10, minimum=1, maximum=1000)
+    tolerance: float = parameter(
+        "stop when a sweep lowers the relative error by less", float, default=1e-5, minimum=0.0
+    )
+
+    def storage(self, shape: Shape) -> int:
+        if len(shape) == 2:
+            return SVD(min(self.rank_out, self.rank_in)).storage(shape)
+        out, channels, *kernel = shape
+        core = self.rank_out * self.rank_in * math.prod(kernel)
+        return out * self.rank_out + channels * self.rank_in + core
+
+    @classmethod
+    def largest(cls, shape: Shape, name: str, **fixed: Any) -> float:
+        if name == "rank_out":
+            return shape[0]
+        return shape[1] if name == "rank_in" else super().largest(shape, name)
+
+    @classmethod
+    def smallest(cls, shape: Shape, **fixed: Any) -> Self:
+        return cls(**{"rank_out": 1, "rank_in": 1, **fixed})
+
+    @classmethod
+    def at_budget(cls, shape: Shape, fraction: float, **fixed: Any) -> Self:
+        """The pair of ranks closest below the budget; within 1 % of it, the most balanced pair."""
+        budget = floats_in_budget(shape, fraction)
+        if len(shape) == 2:
+            if (rank := budget // sum(shape)) < 1:
+                raise cls.too_small(shape, fraction)
+            return cls(**{"rank_out": rank, "rank_in": rank, **fixed})
+        out, channels, *kernel = shape
+        area = math.prod(kernel)
+        pairs = []
+        for rank_out in _candidates(fixed, "rank_out", out):
+            room = (budget - out * rank_out) // (channels + rank_out * area)
+            # More than rank·kh·kw of the other side adds floats and no precision.
+            room = min(room, channels, rank_out * area)
+            for rank_in in _candidates(fixed, "rank_in", room, descending=True):
+                if rank_out > rank_in * area:
+                    break
+                stored = out * rank_out + channels * rank_in + rank_out * rank_in * area
+                if stored <= budget:
+                    imbalance = abs(math.log((rank_out / out) / (rank_in / channels)))
+                    pairs.append((stored, imbalance, rank_out, rank_in))
+                    break
+        if not pairs:
+            raise cls.too_small(shape, fraction, **fixed)
+        close = 0.99 * max(pairs)[0]
+        _, _, rank_out, rank_in = min(
+            (imbalance, -stored, a, b) for stored, imbalance, a, b in pairs if stored >= close
+        )
+        return cls(**{**fixed, "rank_out": rank_out, "rank_in": rank_in})
+
+    def _factorize(self, weight: Tensor, report: Report) -> Factorization:
+        shape = tuple(weight.shape)
+        if weight.dim() == 2:
+            factors = truncated_svd(weight, min(self.rank_out, self.rank_in))
+            note = "For a Linear layer the Tucker decomposition is the SVD; it is stored as one."
+            return MatrixProduct(self, shape, factors, note=note)
+        area = math.prod(shape[2:])
+        ranks = [min(self.rank_out, self.rank_in * area), min(self.rank_in, self.rank_out * area)]
+        note = "" if ranks == [self.rank_out, self.rank_in] else f"Ranks {ranks} give the same Ŵ."
+        norm = float(weight.norm())
+        state: Any = "svd"
+        previous = math.inf
+        with tensorly.backend_context("pytorch", local_threadsafe=True):
+            for iteration in range(1, self.iterations + 1):
+                # TensorLy takes no callback: one sweep a call, each from where the last one ended.
+                state, _ = partial_tucker(weight, ranks, modes=[0, 1], n_iter_max=1, init=state)
+                core, (left, right) = state
+                # U and V are orthonormal, so ‖W − Ŵ‖² = ‖W‖² − ‖core‖².
+                lost = max(0.0, 1.0 - (float(core.norm()) / norm) ** 2) if norm else 0.0
+                report(iteration, self.iterations, math.sqrt(lost))
+                if previous - math.sqrt(lost) < self.tolerance:
+                    break
+                previous = math.sqrt(lost)
+                state = (core, [left.clone(), right.clone()])
+        return TuckerProduct(self, shape, (left, core, right), note=note)
+
+
+def _candidates(fixed: dict[str, Any], name: str, top: int, descending: bool = False) -> range:
+    """The ranks to try: the one set by hand, or 1 … top."""
+    if name in fixed:
+        return range(fixed[name], fixed[name] + 1)
+    return range(top, 0, -1) if descending else range(1, top + 1)
+
+
+class TuckerProduct(Factorization):
+    """Ŵ[o, i, y, x] = Σ_ab U[o, a] · core[a, b, y, x] · V[i, b], stored as (U, core, V)."""
+
+    kind = "tucker-2"
+
+    @staticmethod
+    def weight_from(factors: Sequence[Factor], shape: tuple[int, ...]) -> Tensor:
+        left, core, right = factors
+        return torch.einsum("oa,abyx,ib->oiyx", left, core, right)
+
+    @staticmethod
+    def linear(factors: Sequence[Factor], x: Tensor) -> Tensor:
+        raise AssertionError("Tucker-2 factors belong to a convolution")
+
+    @staticmethod
+    def conv2d(
+        factors: Sequence[Factor], x: Tensor, shape: tuple[int, ...], geometry: ConvGeometry
+    ) -> Tensor:
+        left, core, right = factors
+        assert isinstance(core, Tensor)
+        assert isinstance(right, Tensor)
+        return mix_channels(left, geometry.convolve(mix_channels(right.T, x), core))

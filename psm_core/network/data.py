@@ -1,0 +1,95 @@
+"""Labelled inputs by name: one string each."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from psm_core import demo
+from psm_core.errors import DataError, UnknownNameError
+from psm_core.network.models import tensor_bytes
+
+SOURCES = ("demo:test", "demo:train", "the path of a .npz file with arrays x and y")
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Inputs (N, …) and integer labels (N,). uint8 images are given to a network as [0, 1] floats."""
+
+    source: str
+    inputs: Tensor
+    labels: Tensor
+    classes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the inputs and labels."""
+        digest = hashlib.sha256()
+        for tensor in (self.inputs, self.labels):
+            digest.update(f"{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+            digest.update(tensor_bytes(tensor))
+        return digest.hexdigest()
+
+    def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Floating-point inputs and labels, `size` at a time."""
+        for start in range(0, len(self), size):
+            inputs = self.inputs[start : start + size]
+            floats = inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs
+            yield floats, self.labels[start : start + size]
+
+
+def load_data(source: str) -> Dataset:
+    """The data of a source string.
+
+    `demo:test` (2,000 Fashion-MNIST images no demonstration network was trained on), `demo:train`
+    (2,000 they were trained on), or a `.npz` file with inputs `x` (N, …) and labels `y` (N,).
+
+    Raises:
+        UnknownNameError: no such demonstration data.
+        DataError: the file is missing, damaged, or does not hold matching x and y.
+    """
+    prefix, _, name = source.partition(":")
+    if prefix == "demo":
+        if name not in ("test", "train"):
+            raise UnknownNameError("demonstration data", name, ("test", "train"))
+        images, labels = demo.load_images(name)
+        return Dataset(source, images, labels, tuple(demo.CLASSES))
+    path = Path(source)
+    if not path.is_file():
+        raise DataError(f"no data at '{source}'; expected {', '.join(SOURCES)}")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {key: archive[key] for key in ("x", "y")}
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"'{source}' cannot be read ({error}); expected a .npz with x and y") from None
+    return _checked(source, arrays["x"], arrays["y"])
+
+
+def _checked(source: str, x: np.ndarray, y: np.ndarray) -> Dataset:
+    """A dataset of arrays that fit each other."""
+    if x.ndim < 2 or y.ndim != 1 or len(x) != len(y) or len(y) == 0:
+        raise DataError(
+            f"'{source}' holds x of shape {x.shape} and y of shape {y.shape}; expected x (N, …) and "
+            "y (N,) with the same N ≥ 1"
+        )
+    if not np.issubdtype(y.dtype, np.integer) or y.min() < 0:
+        raise DataError(f"'{source}' holds labels of type {y.dtype}; expected class numbers from 0")
+    is_tokens = np.issubdtype(x.dtype, np.integer) and x.ndim == 2
+    if x.dtype == np.uint8 or is_tokens:
+        inputs = torch.from_numpy(x)
+    elif np.issubdtype(x.dtype, np.floating) and np.isfinite(x).all():
+        inputs = torch.from_numpy(x.astype(np.float32))
+    else:
+        raise DataError(f"'{source}' holds x of type {x.dtype}; expected uint8 or finite floats")
+    return Dataset(source, inputs, torch.from_numpy(y.astype(np.int64)))

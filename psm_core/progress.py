@@ -1,0 +1,23 @@
+"""Progress and cancellation are one callback: it receives steps and stops the work by raising."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+class JobCancelled(Exception):
+    """Raised from a step callback to stop the work; nothing half-done is kept."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One iteration of a fit: `iteration` of `total`, and ‖W − Ŵ‖_F / ‖W‖_F after it."""
+
+    iteration: int
+    total: int
+    relative_error: float
+
+
+OnStep = Callable[[Step], None]
+Report = Callable[[int, int, float], None]

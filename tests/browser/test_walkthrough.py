@@ -1,0 +1,104 @@
+"""A user's way through the dashboard, in a real browser, up to the downloaded file's own outputs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from playwright.sync_api import Locator, Page, expect
+
+import psm_core as psm
+from tests.browser.conftest import App
+
+NETWORK = "demo:fashion-mlp"
+SLOWER = ("Pruning", "Tensor train", "Tucker")
+RELOAD = """
+import sys, numpy, torch, psm_core as psm
+model = psm.load_checkpoint(sys.argv[1])
+images = psm.load_data("demo:test")
+with torch.inference_mode():
+    outputs = torch.cat([model(inputs) for inputs, _ in images.batches(250)])
+numpy.savez(sys.argv[2], outputs=outputs, accuracy=psm.evaluate(model).accuracy)
+"""
+
+
+def settled(page: Page, heading: str) -> None:
+    """Wait until this page is drawn and its script rests; nothing on it may be a traceback."""
+    expect(page.get_by_role("heading", name=heading, exact=True)).to_be_visible()
+    expect(page.get_by_test_id("stApp")).to_have_attribute("data-test-script-state", "notRunning")
+    expect(page.locator(".stException")).to_have_count(0)
+
+
+def click(page: Page, button: str | re.Pattern[str]) -> None:
+    """Press the button of this name."""
+    page.get_by_role("button", name=button, exact=isinstance(button, str)).click()
+
+
+def open_page(page: Page, name: str) -> None:
+    """Go to a page by the sidebar."""
+    page.get_by_role("link", name=name, exact=True).click()
+    settled(page, name)
+
+
+def switch_off(pills: Locator, *labels: str) -> None:
+    """Take these out of a group of chosen pills."""
+    for label in labels:
+        pill = pills.get_by_role("button", name=label, exact=True)
+        expect(pill).to_have_attribute("aria-pressed", "true")
+        pill.click()
+        expect(pill).to_have_attribute("aria-pressed", "false")
+
+
+def points(page: Page) -> Locator:
+    """The marks drawn in the charts of the page."""
+    return page.locator(".js-plotly-plot .scatterlayer .point")
+
+
+def test_from_a_model_to_a_file_that_reloads(page: Page, app: App, tmp_path: Path) -> None:
+    page.goto(app.url)
+    settled(page, "Model")
+    page.get_by_role("combobox", name="Network").click()
+    page.get_by_role("option", name=NETWORK).click()
+    expect(page.get_by_text("669,706", exact=True)).to_be_visible()
+    settled(page, "Model")
+    second_row = {"x": 16, "y": 35 * 2 + 17}
+    page.get_by_test_id("stDataFrame").locator(".dvn-scroller").click(position=second_row)
+    click(page, re.compile("Factorize 1 layer"))
+
+    settled(page, "Factorize")
+    switch_off(page.get_by_test_id("stButtonGroup"), *SLOWER)
+    click(page, "Factorize: 2 fits")
+    expect(page.get_by_text("Done: 2 results computed")).to_be_visible()
+    settled(page, "Factorize")
+    store = psm.ResultStore(app.cache)
+    assert sorted(store.query(layer="fc2")["method"]) == ["psm", "svd"]
+    print(page.get_by_test_id("stMain").aria_snapshot())
+    expect(points(page)).to_have_count(2)
+    click(page, "See all results on the Compare page")
+
+    settled(page, "Compare")
+    expect(points(page)).to_have_count(2)
+    page.get_by_text("Run a sweep").click()
+    form = page.get_by_test_id("stForm")
+    print(form.aria_snapshot())
+    switch_off(form.get_by_test_id("stButtonGroup").nth(0), *SLOWER)
+    switch_off(form.get_by_test_id("stButtonGroup").nth(1), "2 %", "5 %", "20 %")
+    form.get_by_role("button", name="Clear all").click()
+    click(page, "Run the sweep")
+    expect(page.get_by_text("Done: 3 results computed")).to_be_visible()
+    settled(page, "Compare")
+    print(page.get_by_test_id("stMain").aria_snapshot())
+    page.get_by_role("combobox", name="Show").click()
+    page.get_by_role("option", name="Whole network").click()
+    expect(points(page)).to_have_count(3)
+
+    open_page(page, "Export")
+    print(page.get_by_test_id("stMain").aria_snapshot())
+    click(page, "Build and verify")
+    expect(page.get_by_text("Verified in a fresh process")).to_be_visible()
+    settled(page, "Export")
+    print(page.get_by_test_id("stMain").aria_snapshot())
+    with page.expect_download() as download:
+        click(page, re.compile("safetensors"))
+    file = tmp_path / download.value.suggested_filename
+    download.value.save_as(file)
