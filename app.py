@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-st.set_page_config(page_title="psm_core", page_icon="🗜️", layout="wide", initial_sidebar_state=250)
+st.set_page_config(page_title="psm_core", page_icon="🗜️", layout="wide")
 st.navigation(
     [
         st.Page("pages/model.py", title="Model", icon=":material/account_tree:", default=True),

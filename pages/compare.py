@@ -33,21 +33,23 @@ def choose_view(network: resources.Network, frame: pd.DataFrame) -> pd.DataFrame
     )
     frame = frame[frame["layer"] == st.session_state["layer_choice"]]
     present = [name for name in (*METHODS, "recipe", "dense") if name in set(frame["method"])]
-    memory.project("shown_choice", memory.recall_list("shown", present) or present)
+    key = f"shown_choice.{'.'.join(present)}"  # new methods make a new widget, with them chosen
+    memory.project(key, memory.recall_list("shown", present) or present)
     right.pills(
         "Methods",
         present,
         selection_mode="multi",
-        key="shown_choice",
+        key=key,
         format_func=plots.title,
-        on_change=lambda: _methods_chosen(present),
+        on_change=_methods_chosen,
+        args=(key, present),
     )
-    return frame[frame["method"].isin(st.session_state["shown_choice"])].reset_index(drop=True)
+    return frame[frame["method"].isin(st.session_state[key])].reset_index(drop=True)
 
 
-def _methods_chosen(present: list[str]) -> None:
+def _methods_chosen(key: str, present: list[str]) -> None:
     """Keep the choice of methods; all of them is no choice, so that later ones appear too."""
-    chosen = st.session_state["shown_choice"]
+    chosen = st.session_state[key]
     memory.remember("shown", [] if len(chosen) == len(present) else chosen)
 
 
@@ -118,7 +120,8 @@ def details(chosen: pd.DataFrame) -> None:
     with st.container(horizontal=True, vertical_alignment="center"):
         st.subheader(f"{text.count(len(chosen), 'selected result')}", anchor=False)
         st.button("Clear selection", on_click=lambda: st.session_state.update(selection=[]))
-    columns = ["layer", "method", "setting", "relative_error", "accuracy", "interval"]
+    measured = ["accuracy", "interval"] if chosen["accuracy"].notna().any() else []
+    columns = ["method", "setting", "relative_error", *measured]
     shown, config = text.table(chosen, [*columns, "parameters", "fraction", "nbytes", "seconds"])
     st.dataframe(shown, column_config=config, hide_index=True, placeholder="–")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import streamlit as st
@@ -92,12 +93,12 @@ def from_layers(network: resources.Network) -> exports.Choice | None:
         return None
     st.caption("Choose a stored result for each layer; the others stay dense.")
     plan: dict[str, Method] = {}
-    for name in network.shapes:
+    known = [name for name in network.shapes if name in set(frame["layer"])]
+    columns = st.columns(2)
+    for i, name in enumerate(known):
         of_layer = frame[frame["layer"] == name].sort_values("parameters")
-        if of_layer.empty:
-            continue
         rows = {row["key"]: row for row in of_layer.to_dict("records")}
-        key = st.selectbox(
+        key = columns[i % 2].selectbox(
             name,
             list(rows),
             index=None,
@@ -110,7 +111,7 @@ def from_layers(network: resources.Network) -> exports.Choice | None:
     return exports.Choice(plan, "recipe", None) if plan else None
 
 
-def _row_text(row: dict) -> str:
+def _row_text(row: dict[str, Any]) -> str:
     return (
         f"{plots.title(row['method'])} ({plots.setting_text(row)}) · {row['fraction']:.2%} · "
         f"relative error {row['relative_error']:.4f}"
@@ -173,8 +174,10 @@ def show_recipe(network: resources.Network, choice: exports.Choice) -> None:
         pd.DataFrame(rows),
         hide_index=True,
         column_config={
-            **{name: st.column_config.NumberColumn(format="localized") for name in numbers},
-            "Kept, % (↓)": st.column_config.NumberColumn(format="%.2f"),
+            "Method": st.column_config.TextColumn(width=95),
+            "Setting": st.column_config.TextColumn(width=190),
+            **{name: st.column_config.NumberColumn(format="localized", width=110) for name in numbers},
+            "Kept, % (↓)": st.column_config.NumberColumn(format="%.2f", width=90),
         },
     )
 
@@ -193,10 +196,10 @@ def build(network: resources.Network, choice: exports.Choice) -> None:
                 st.rerun()
     status = jobs.panel("build")
     if done is None and known and st.session_state.get("build_wanted") == folder.name:
-        with st.status("Writing the checkpoint and reloading it in a fresh process …") as box:
-            done = exports.build(network, choice, folder)
-            box.update(label="Built and verified", state="complete")
+        with st.spinner("Writing the checkpoint and reloading it in a fresh process …", show_time=True):
+            exports.build(network, choice, folder)
         st.session_state.pop("build_wanted")
+        st.rerun()
     elif done is None and status is None:
         st.caption(
             "The download appears when the file has been reloaded in a fresh Python process and "
@@ -206,19 +209,14 @@ def build(network: resources.Network, choice: exports.Choice) -> None:
         offer(network, choice, folder, done)
 
 
-def offer(network: resources.Network, choice: exports.Choice, folder: Path, done: dict) -> None:
+def offer(network: resources.Network, choice: exports.Choice, folder: Path, done: dict[str, Any]) -> None:
     """The verified file: its size, its downloads, and how to load it."""
     name = exports.file_stem(network, choice)
     dense = network.dense().nbytes
-    difference = done["difference"]
     st.success(
         f"Verified in a fresh process: {text.size(done['nbytes'])} on disk, "
         f"{dense / done['nbytes']:.1f}× smaller than the {text.size(dense)} of the dense tensors. "
-        + (
-            "The tensors reload; no inputs are known to compare outputs."
-            if difference is None
-            else f"Largest output difference {difference:.1e} of the output's size, on {done['inputs']}."
-        ),
+        f"{_difference_text(done)}",
         icon=":material/verified:",
     )
     with st.container(horizontal=True):
@@ -247,6 +245,14 @@ def offer(network: resources.Network, choice: exports.Choice, folder: Path, done
         language="python",
     )
     st.code(f"python -m psm_core evaluate {name}.safetensors", language="bash")
+
+
+def _difference_text(done: dict[str, Any]) -> str:
+    """What the verification found of the outputs."""
+    if done["difference"] is None:
+        return "Its tensors reload; no inputs are known to compare outputs."
+    size = f"{done['difference']:.1e} of the output's size" if done["difference"] else "none"
+    return f"Largest output difference: {size}, on {done['inputs']}."
 
 
 with page(

@@ -96,10 +96,10 @@ def results(network: resources.Network, status: JobStatus) -> None:
     is_new = pd.to_datetime(frame["created"], utc=True) >= began
     frame = frame.assign(answer=is_new.map({True: "computed now", False: "from cache"}))
     st.subheader("Results", anchor=False)
-    columns = ["layer", "method", "setting", "relative_error", "parameters", "fraction"]
-    shown, config = text.table(
-        frame.sort_values(["layer", "relative_error"]), [*columns, "nbytes", "seconds", "answer"]
-    )
+    columns = ["method", "setting", "relative_error", "parameters", "fraction", "nbytes", "seconds", "answer"]
+    if frame["layer"].nunique() > 1:
+        columns.insert(0, "layer")
+    shown, config = text.table(frame.sort_values(["layer", "relative_error"]), columns)
     st.dataframe(shown, column_config=config, hide_index=True)
     for note in frame["note"].unique():
         if note:
@@ -112,7 +112,7 @@ def results(network: resources.Network, status: JobStatus) -> None:
     with left:
         st.markdown(f"**Error against size, all kept results of {layer}**")
         st.plotly_chart(
-            plots.trade_off(of_layer, selected=list(status.keys)), key="layer_trade_off",
+            plots.trade_off(of_layer), key="layer_trade_off",
             config={"displaylogo": False},
         )  # fmt: skip
     with right:
@@ -123,7 +123,7 @@ def results(network: resources.Network, status: JobStatus) -> None:
             if fitted is not None and len(fitted.history) > 2:
                 histories[str(fitted.method)] = (row["method"], fitted.history)
         if histories:
-            st.plotly_chart(plots.convergence(histories), key="convergence")
+            st.plotly_chart(plots.convergence(histories), key="convergence", config={"displayModeBar": False})
         else:
             st.caption("These methods compute their answer in one step.")
     if st.button("See all results on the Compare page", icon=":material/scatter_plot:"):
@@ -151,7 +151,7 @@ with page(
             fraction = forms.budget_slider()
         wanted = settings(network, layers, methods, fraction)
         run.button(
-            f"Run {text.count(len(wanted), 'fit')}",
+            f"Factorize: {text.count(len(wanted), 'fit')}",
             type="primary",
             icon=":material/play_arrow:",
             disabled=not wanted,

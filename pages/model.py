@@ -5,43 +5,48 @@ from __future__ import annotations
 import pandas as pd
 import streamlit as st
 
-from pages._ui import memory, quick, resources, text
+from pages._ui import exports, memory, quick, resources, text
 from pages._ui.shell import go, page
 from psm_core import plots
+from psm_core.experiments.record import Record
 from psm_core.methods.base import shape_text
 
 
-def summary(network: resources.Network) -> None:
-    """Size and accuracy of the dense network."""
-    with st.spinner("Measuring the dense network's accuracy …", show_time=True):
-        dense = network.dense()
+def summary(network: resources.Network, dense: Record | None) -> None:
+    """Size and accuracy of the dense network; the accuracy may still be on its way."""
     able = sum(row.share for row in network.rows if row.compressible)
+    total = sum(row.parameters for row in network.rows)
     cells = st.columns(4)
     cells[0].metric(
-        "Parameters (↓ smaller)", f"{dense.parameters:,}", border=True,
+        "Parameters (↓ smaller)",
+        f"{total:,}",
+        border=True,
         help="Floats stored by the dense network: weights, biases and normalisations.",
-    )  # fmt: skip
+    )
     cells[1].metric(
-        "Dense size (↓ smaller)", text.size(dense.nbytes), border=True,
-        help=f"{dense.nbytes:,} bytes: every tensor of the network, stored once.",
-    )  # fmt: skip
+        "Dense size (↓ smaller)",
+        text.size(dense.nbytes) if dense else "…",
+        border=True,
+        help="Bytes of all its tensors, each stored once.",
+    )
     cells[2].metric(
         "Dense accuracy (↑ better)",
-        "–" if dense.accuracy is None else f"{dense.accuracy:.2%}",
+        "measuring …" if not dense else "–" if dense.accuracy is None else f"{dense.accuracy:.2%}",
         border=True,
-        help="This network has no labelled data; errors of the weights can still be compared."
-        if dense.accuracy is None
-        else f"Top-1 on {dense.data}, never used for training: {text.interval(dense)}.",
+        help="Top-1, on labelled inputs that were never used for training.",
     )
     cells[3].metric(
-        "Can be compressed", f"{able:.1%}", border=True,
+        "Can be compressed",
+        f"{able:.1%}",
+        border=True,
         help="Share of the parameters that sit in Linear and Conv2d layers open to compression.",
-    )  # fmt: skip
-    if dense.accuracy is not None:
-        st.caption(
-            f"Accuracy on n = {dense.samples:,} inputs of `{dense.data}`, 95 % interval "
-            f"{dense.low:.2%} to {dense.high:.2%}."
-        )
+    )
+    if dense is None:
+        st.caption("Measuring the dense network's accuracy, once …")
+    elif dense.accuracy is None:
+        st.caption("This network has no labelled data; errors of its weights can still be compared.")
+    else:
+        st.caption(f"Accuracy on `{dense.data}`: {text.interval(dense)}.")
 
 
 def first_step(network: resources.Network) -> None:
@@ -115,7 +120,10 @@ with page(
     "Model",
     "How small can this network get, with which factorization, at what cost?",
 ) as network:
-    summary(network)
+    top = st.empty()
+    known = exports.known_record(network, {})
+    with top.container():
+        summary(network, known)
     first_step(network)
     st.subheader("Layers", anchor=False)
     st.plotly_chart(
@@ -126,3 +134,7 @@ with page(
     selected = layer_table(network)
     with above:
         next_step(network, selected)
+    if known is None:
+        dense = network.dense()
+        with top.container():
+            summary(network, dense)

@@ -6,7 +6,7 @@ names an architecture that is built by the same rules as `load_model`.
 
 from __future__ import annotations
 
-import hashlib
+import copy
 import json
 import os
 import subprocess
@@ -22,17 +22,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from psm_core.errors import CheckpointError, ModelError, PsmError
+from psm_core.errors import CheckpointError, PsmError
 from psm_core.experiments.evaluation import default_data
 from psm_core.experiments.record import library_versions
-from psm_core.experiments.store import write_atomically
 from psm_core.factorization import Factorization
+from psm_core.files import write_atomically
 from psm_core.methods import method_from_json
 from psm_core.network.compress import compressed_layers, replace_layer, stored_parameters
 from psm_core.network.layers import get_layer
-from psm_core.network.models import build_model, card_of, set_card, tensor_bytes
+from psm_core.network.models import build_model, card_of, set_card, tensors_hash
 
 SCHEMA = 1
+MANIFEST = {"source": str, "base_hash": str, "layers": dict, "dtypes": dict, "aliases": dict}
 FILE_NAME = "model.safetensors"
 PROBE_INPUTS = 8
 PROBE_VALUES = 4096
@@ -74,13 +75,13 @@ def save_checkpoint(model: nn.Module, path: str | Path) -> Path:
         CheckpointError: the path cannot be written.
     """
     target = Path(path)
-    if target.is_dir() or not target.suffix:
+    if os.path.isdir(target) or not target.suffix:
         target = target / FILE_NAME
     tensors, manifest = _contents(model)
     probe = _probe(model)
     if probe is not None:
         manifest["probe"], tensors["probe"] = probe
-    manifest["sha256"] = _digest(tensors)
+    manifest["sha256"] = _digest(tensors, manifest)
     content = save(tensors, metadata={"psm_core": json.dumps(manifest)})
     try:
         write_atomically(target, content)
@@ -92,14 +93,15 @@ def save_checkpoint(model: nn.Module, path: str | Path) -> Path:
 def load_checkpoint(path: str | Path, architecture: nn.Module | str = "") -> nn.Module:
     """The network of a checkpoint file, or of the folder that holds it.
 
-    `architecture` (a module, or a source string) is needed only where the file does not name one.
+    `architecture` (a module, which is copied, or a source string) is needed only where the file
+    does not name one.
 
     Raises:
         CheckpointError: missing, truncated, altered, of a newer schema, or not fitting.
     """
     manifest, tensors = _read(Path(path))
     if isinstance(architecture, nn.Module):
-        model = architecture
+        model = copy.deepcopy(architecture)
     else:
         model = _build(architecture or manifest["source"], path)
     try:
@@ -115,12 +117,10 @@ def load_checkpoint(path: str | Path, architecture: nn.Module | str = "") -> nn.
         for name, tensor in model.state_dict(keep_vars=True).items():
             if name in state and tensor.dtype != state[name].dtype:
                 tensor.data = state[name].clone()
-    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"'{path}' does not fit its architecture: {_line(error)}") from error
     except CheckpointError as error:
         raise CheckpointError(f"'{path}' is damaged: {error}") from error
-    except PsmError as error:
-        raise CheckpointError(f"'{path}' does not fit its architecture: {error}") from error
+    except (PsmError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"'{path}' does not fit its architecture: {_line(error)}") from error
     return set_card(model, base_hash=manifest["base_hash"], path=str(path)).eval()
 
 
@@ -178,7 +178,7 @@ def reload_checkpoint(path: str | Path, architecture: str = "") -> Verification:
 def checkpoint_file(path: str | Path) -> Path:
     """The checkpoint's file, also when its folder is named."""
     target = Path(path)
-    return target / FILE_NAME if target.is_dir() else target
+    return target / FILE_NAME if os.path.isdir(target) else target
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def _outputs(model: nn.Module, probe: Mapping[str, Any]) -> Tensor:
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The manifest and tensors of a checkpoint whose checksum holds."""
     file = checkpoint_file(path)
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise CheckpointError(f"no checkpoint at '{path}'; expected a .safetensors file or its folder")
     try:
         with safe_open(file, framework="pt") as opened:
@@ -277,13 +277,15 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise CheckpointError(f"'{file}' holds weights but no psm_core manifest; expected a checkpoint")
     try:
         manifest = json.loads(metadata["psm_core"])
-        schema, digest = manifest["schema"], manifest["sha256"]
-    except (ValueError, KeyError, TypeError):
+        schema, digest = manifest["schema"], manifest.pop("sha256")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"the manifest of '{file}' is damaged; write it again") from None
     if schema != SCHEMA:
         raise CheckpointError(f"'{file}' has schema {schema}, this version reads {SCHEMA}; update psm_core")
-    if digest != _digest(tensors):
+    if digest != _digest(tensors, manifest):
         raise CheckpointError(f"'{file}' is damaged: its checksum does not match; write it again")
+    if any(not isinstance(manifest.get(name), kind) for name, kind in MANIFEST.items()):
+        raise CheckpointError(f"the manifest of '{file}' is not of the expected form; write it again")
     return manifest, tensors
 
 
@@ -295,7 +297,7 @@ def _build(source: str, path: str | Path) -> nn.Module:
         )
     try:
         return build_model(source, weights=False)
-    except ModelError as error:
+    except PsmError as error:
         raise CheckpointError(f"the architecture of '{path}' cannot be built: {error}") from error
 
 
@@ -320,13 +322,9 @@ def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over the names, types, shapes and bytes of tensors."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(tensor_bytes(tensor))
-    return digest.hexdigest()
+def _digest(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> str:
+    """SHA-256 over the manifest and the tensors."""
+    return tensors_hash(tensors, json.dumps(manifest, sort_keys=True))
 
 
 def _line(error: BaseException) -> str:

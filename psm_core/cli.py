@@ -22,9 +22,10 @@ from psm_core.errors import ParameterError, PsmError
 from psm_core.experiments.evaluation import evaluate
 from psm_core.experiments.plan import read_recipe, uniform_plan, write_recipe
 from psm_core.experiments.record import COLUMNS, Record, to_row
-from psm_core.experiments.store import ResultStore, write_atomically
+from psm_core.experiments.store import ResultStore
 from psm_core.experiments.study import Study, sweep_points
-from psm_core.methods import METHODS, get_method
+from psm_core.files import write_atomically
+from psm_core.methods import METHODS, at_budget, get_method
 from psm_core.methods.base import Method, shape_text
 from psm_core.network.compress import compressed_layers
 from psm_core.network.layers import LayerRow, layers
@@ -53,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has gone; nothing is left to say
         return 0
+    except OSError as error:  # a file or folder that cannot be used
+        print(f"error: {error}; name another file or folder", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -184,6 +188,8 @@ def _sweep(options: argparse.Namespace) -> None:
     out = Path(options.out)
     if not out.parent.is_dir():
         raise ParameterError(f"--out {out}: there is no folder '{out.parent}'; make it first")
+    if out.is_dir():
+        raise ParameterError(f"--out {out} is a folder; expected a file such as {out / 'results.csv'}")
     model = _model(options)
     names = [name for name in options.layers.split(",") if name]
     points, skipped = sweep_points(
@@ -203,6 +209,9 @@ def _sweep(options: argparse.Namespace) -> None:
 
 
 def _compress(options: argparse.Namespace) -> None:
+    out = Path(options.out)
+    if out.exists() and not out.is_dir():
+        raise ParameterError(f"--out {out} is a file; expected a folder")
     model = _model(options)
     study = Study(model, ResultStore(options.cache), options.data, options.device)
     family, budget = "recipe", None
@@ -217,12 +226,13 @@ def _compress(options: argparse.Namespace) -> None:
         plan = uniform_plan(model, family, budget).layers
     record = study.network(plan, family, budget, lambda name, step: _step_line(name)(step))
     _clear_line()
-    out = Path(options.out)
-    if out.exists() and not out.is_dir():
-        raise ParameterError(f"--out {out} is a file; expected a folder")
     file = save_checkpoint(study.compressed(plan), out / FILE_NAME)
     write_recipe(out / "recipe.json", plan, card_of(model).source)
-    result = verify_checkpoint(out)
+    try:
+        result = verify_checkpoint(out)
+    except PsmError:
+        file.unlink()  # what cannot be reloaded is not handed over
+        raise
     if options.json:
         document = record.to_json() | {"path": str(out), "file_nbytes": result.nbytes}
         print(json.dumps(document | {"difference": result.difference}, indent=2))
@@ -279,7 +289,7 @@ def _method(options: argparse.Namespace, model: nn.Module) -> Method:
     if options.fraction is None:
         return kind.from_params(values)
     shape = tuple(get_layer(model, options.layer).weight.shape)
-    return kind.at_budget(shape, options.fraction, **values)
+    return at_budget(options.method, shape, options.fraction, **values)
 
 
 def _assignment(kind: type[Method], text: str) -> tuple[str, Any]:

@@ -142,7 +142,7 @@ class Factorization(ABC):
                 expected = rebuilt.weight_from(
                     [torch.empty(tuple(f.shape)) for f in factors], rebuilt.shape
                 ).shape
-        except (KeyError, TypeError, IndexError, ValueError, RuntimeError) as error:
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
             detail = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise CheckpointError(f"stored factors do not fit their description: {detail}") from None
         if tuple(expected) != rebuilt.shape:

@@ -155,7 +155,9 @@ def trade_off(
         )  # fmt: skip
     _axis(figure.update_xaxes, x, frame[x] if log_x else None)
     _axis(figure.update_yaxes, y)
-    return _styled(figure, 430)
+    figure = _styled(figure, 430)
+    # Below the data, where the buttons of the figure do not cover it.
+    return figure.update_layout(legend={"yanchor": "top", "y": -0.17}, margin={"t": 32})
 
 
 def _add_dense_line(figure: go.Figure, dense: pd.DataFrame) -> None:
@@ -199,10 +201,11 @@ def convergence(histories: Mapping[str, tuple[str, Sequence[float]]]) -> go.Figu
     for label, (method, history) in histories.items():
         figure.add_scatter(
             x=list(range(1, len(history) + 1)), y=list(history), name=label,
-            mode="lines+markers" if len(history) < 30 else "lines",
+            mode="lines" if len(history) > 2 else "markers",
             line={"color": colour(method)}, marker={"symbol": symbol(method), "size": 7},
             hovertemplate="iteration %{x}: relative error %{y:.4f}<extra>%{fullData.name}</extra>",
         )  # fmt: skip
+    figure.update_layout(showlegend=True)
     figure.update_xaxes(title="Iteration", rangemode="tozero")
     _axis(figure.update_yaxes, "relative_error")
     return _styled(figure, 320)

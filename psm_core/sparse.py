@@ -57,6 +57,7 @@ class SparseMatrix:
             raise RuntimeError(
                 f"a {self.shape[0]}×{self.shape[1]} sparse matrix cannot multiply {tuple(x.shape)}"
             )
+        autocast = torch.is_autocast_enabled(x.device.type)  # which leaves a bag of rows alone
         if self.values.numel() == 0:
             return x.new_zeros(self.shape[0], x.shape[1])
         return F.embedding_bag(
@@ -64,7 +65,7 @@ class SparseMatrix:
             x,
             self.row_starts,
             mode="sum",
-            per_sample_weights=self.values,
+            per_sample_weights=self.values.to(x.dtype) if autocast else self.values,
             include_last_offset=True,
         )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 import psm_core as psm
 
@@ -113,6 +114,11 @@ def no_network():
 
 not_callable = mlp()
 '''
+
+
+# The same examples every time, however slow the machine.
+settings.register_profile("tests", deadline=None, max_examples=50, derandomize=True, database=None)
+settings.load_profile("tests")
 
 
 @pytest.fixture(autouse=True)

@@ -25,12 +25,12 @@ from psm_core.demo.files import (
     read_checked,
     read_metadata,
     sha256,
-    write_atomically,
 )
 from psm_core.demo.networks import PIXEL_MEAN, PIXEL_STD
 from psm_core.demo.training import augment, count_correct
+from psm_core.files import write_atomically
 
-CNN_PARAMETERS = 1_180_938
+CNN_PARAMETERS = 1_180_074
 MLP_PARAMETERS = 669_706
 MEGABYTE = 1_000_000
 
@@ -172,7 +172,7 @@ def test_failed_write_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.
 
     path = tmp_path / "file"
     write_atomically(path, b"old")
-    monkeypatch.setattr("psm_core.demo.files.os.fsync", full_disk)
+    monkeypatch.setattr("psm_core.files.os.fsync", full_disk)
     with pytest.raises(OSError, match="no space"):
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"

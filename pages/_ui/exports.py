@@ -13,8 +13,8 @@ from pages._ui import resources
 from psm_core.checkpoint import FILE_NAME, save_checkpoint, verify_checkpoint
 from psm_core.experiments.plan import write_recipe
 from psm_core.experiments.record import Record, from_row
-from psm_core.experiments.store import write_atomically
 from psm_core.experiments.study import Point
+from psm_core.files import write_atomically
 from psm_core.methods import method_from_json
 from psm_core.methods.base import Method
 

@@ -162,7 +162,7 @@ def _slider(method: Method, parameter: str, declared: Parameter, shape: Shape) -
 def _exact_sizes(method: Method) -> str:
     """The sizes that a slider of whole numbers shows rounded."""
     exact = [
-        f"; {_label(name)} = {value:.4g}"
+        f"  \n{_label(name)} = {value:.4g} exactly"
         for name, value in method.params.items()
         if _is_size(type(method), name) and value > 1 and value != round(value)
     ]
@@ -186,7 +186,10 @@ def _top(method: Method, parameter: str, shape: Shape) -> tuple[int, int]:
 
 def _size_moved(name: str, parameter: str, method: Method, shape: Shape) -> None:
     """The method leads with this size, and the budget becomes what it stores."""
-    moved = dataclasses.replace(method, **{parameter: st.session_state[f"form.{name}.{parameter}"]})
+    value = st.session_state[f"form.{name}.{parameter}"]
+    if value in (round(getattr(method, parameter)), round(getattr(method, parameter), 4)):
+        return  # Streamlit also calls this for a slider that has just left the page, unmoved
+    moved = dataclasses.replace(method, **{parameter: value})
     st.session_state["lead"] = {**moved.to_json(), "shape": list(shape)}
     # Rounded up, so that the same floats still fit.
     percent = math.ceil(1e6 * moved.storage(shape) / math.prod(shape)) / 1e4

@@ -17,9 +17,9 @@ def recall(name: str, default: str = "") -> str:
 
 
 def recall_list(name: str, known: Sequence[str], default: Sequence[str] = ()) -> list[str]:
-    """The known ones among the remembered names."""
+    """The known ones among the remembered names, in the order in which they are known."""
     names = recall(name, ",".join(default)).split(",")
-    return [value for value in names if value in known]
+    return [value for value in known if value in names]
 
 
 def remember(name: str, value: str | Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from psm_core.experiments.record import NETWORK
 from psm_core.experiments.study import sweep_points
 from psm_core.methods import METHODS
 
-FRACTIONS = (0.05, 0.1, 0.2)
+FRACTIONS = (0.1, 0.2, 0.4)
 
 
 def comparison_button(network: resources.Network, key: str) -> None:

@@ -88,6 +88,12 @@ def _runner(root: str) -> JobRunner:
     return started
 
 
+def close_all() -> None:
+    """Let the workers end, and forget what sessions share."""
+    runner().close()
+    st.cache_resource.clear()
+
+
 def network(source: str) -> Network:
     """The network of a source string, loaded once for all sessions.
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import streamlit as st
 from streamlit.runtime.pages_manager import PagesManager
 
-from pages._ui import memory, resources
+from pages._ui import memory, resources, text
 from psm_core import demo
 from psm_core.errors import PsmError
 
@@ -86,8 +86,8 @@ def _describe(network: resources.Network) -> None:
     data = network.study.data
     with st.sidebar:
         st.caption(
-            f"{total:,} parameters in {len(network.rows)} layers  \n"
-            + (f"{len(data):,} labelled inputs for accuracy" if data else "No labelled data")
+            f"{total:,} parameters  \n{text.count(len(network.rows), 'layer')}  \n"
+            + (f"{len(data):,} labelled inputs" if data else "No labelled data, no accuracy")
             + f"  \nComputes on {resources.device_text()}"
         )
         if network.notice:

@@ -64,11 +64,12 @@ def table(frame: pd.DataFrame, columns: list[str]) -> tuple[pd.DataFrame, dict[s
                 f"{metric.label}{', %' if share else ''} {_arrow(name)}",
                 help=f"{metric.help} {metric.better.capitalize()} is better.",
                 format="%.2f" if share or name == "seconds" else _FORMATS.get(name),
-                width=90,
+                width=_WIDTHS.get(name, 90),
             )
         else:
             shown[name] = _WORDS[name](frame)
-            config[name] = st.column_config.TextColumn(_LABELS[name][0], help=_LABELS[name][1])
+            label, help, width = _LABELS[name]
+            config[name] = st.column_config.TextColumn(label, help=help, width=width)
     return shown, config
 
 
@@ -77,12 +78,13 @@ def _arrow(name: str) -> str:
 
 
 _FORMATS = {"parameters": "localized", "nbytes": "localized", "relative_error": "%.4f"}
+_WIDTHS = {"relative_error": 112, "accuracy": 100, "seconds": 80}
 _LABELS = {
-    "layer": ("Layer", None),
-    "method": ("Method", None),
-    "setting": ("Setting", "The method's parameters, or the layers compressed."),
-    "interval": ("95 % interval", "Wilson interval of the accuracy, and the inputs behind it."),
-    "answer": ("Answer", "Computed now, or answered from the results kept in the cache."),
+    "layer": ("Layer", None, None),
+    "method": ("Method", None, 95),
+    "setting": ("Setting", "The method's parameters, or the layers compressed.", 175),
+    "interval": ("95 % interval", "Wilson interval of the accuracy, and the inputs behind it.", None),
+    "answer": ("Answer", "Computed now, or answered from the results kept in the cache.", 100),
 }
 _WORDS = {
     "layer": lambda frame: frame["layer"].replace("*", "whole network"),

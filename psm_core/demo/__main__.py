@@ -31,10 +31,10 @@ from psm_core.demo.files import (
     read_metadata,
     sha256,
     weights_name,
-    write_atomically,
     write_metadata,
 )
 from psm_core.demo.training import RECIPES, Epoch, count_correct, train
+from psm_core.files import write_atomically
 
 _LARGEST_SEED = 2**32 - 1
 _ORIGIN = {"test": "t10k-images-idx3-ubyte", "train": "train-images-idx3-ubyte"}

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from psm_core.errors import PsmError
+from psm_core.files import write_atomically
 
 FILES = Path(__file__).parent / "files"
 """Folder of the shipped files."""
@@ -86,21 +85,6 @@ def read_checked(name: str, expected_sha256: str, folder: Path = FILES) -> bytes
             f"{path} is damaged: its SHA-256 is not the one in {METADATA_NAME}; install the package again"
         )
     return content
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write ``content`` so that ``path`` always holds all the old content or all the new one."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def write_metadata(folder: Path, metadata: dict[str, Any]) -> None:

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from psm_core.errors import PsmError, StoreError, UnknownNameError
-from psm_core.experiments.store import ResultStore, process_alive, write_atomically
+from psm_core.experiments.store import ResultStore
 from psm_core.experiments.study import Point
+from psm_core.files import process_alive, write_atomically
 from psm_core.methods import method_from_json
 
 ACTIVE = ("queued", "running")

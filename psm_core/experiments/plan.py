@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from psm_core.errors import BudgetError, ModelError, ParameterError
-from psm_core.experiments.store import write_atomically
+from psm_core.files import write_atomically
 from psm_core.methods import get_method, method_from_json
 from psm_core.methods.base import Method, Shape, floats_in_budget
 from psm_core.network.compress import stored_parameters
@@ -52,14 +52,29 @@ def uniform_plan(model: nn.Module, method: str, fraction: float, **fixed: Any) -
     weights = {n: tuple(m.weight.shape) for n, m in compressible_layers(model).items()}
     if not weights:
         raise ModelError("no layer of this model can be compressed; see `layers` for the reasons")
+    kind = get_method(method)
+    fixed = kind.check_fixed(fixed)
     sizes = {name: math.prod(shape) for name, shape in weights.items()}
+    least = {name: kind.smallest(shape, **fixed).storage(shape) for name, shape in weights.items()}
     total = stored_parameters(model)
     fixed_floats = total - sum(sizes.values())
     budget = floats_in_budget((total,), fraction) - fixed_floats
-    kept: dict[str, str] = {}
-    for name in sorted(sizes, key=lambda n: sizes[n]):
+    kept = {n: f"{method} cannot store it in fewer floats" for n in sizes if least[n] >= sizes[n]}
+
+    def needed(dense: Iterable[str]) -> int:
+        """Floats of the compressible layers when these stay dense and the others are at their least."""
+        return sum(sizes[n] if n in dense else least[n] for n in sizes)
+
+    if needed(kept) > budget:
+        reachable = (needed(kept) + fixed_floats) / total
+        raise BudgetError(
+            f"{method} cannot store this network in {fraction:.4g} of its {total:,} parameters; raise "
+            f"the budget to at least {math.ceil(reachable * 1e4) / 1e4:g}, or choose psm or prune",
+            reachable,
+        )
+    for name in sorted(sizes.keys() - kept.keys(), key=lambda n: (sizes[n], n)):
         dense = sum(sizes[n] for n in kept) + sizes[name]
-        if dense > SMALL_SHARE * budget:
+        if dense > SMALL_SHARE * budget or needed({*kept, name}) > budget:
             break
         kept[name] = f"small: {sizes[name]:,} weights are left dense within this budget"
     room = budget - sum(sizes[name] for name in kept)
@@ -67,13 +82,6 @@ def uniform_plan(model: nn.Module, method: str, fraction: float, **fixed: Any) -
 
     low, high = 0.0, 1.0
     best = _settings(method, shapes, low, fixed)
-    if (least := _stored(best, shapes)) > room:
-        reachable = (least + fixed_floats + sum(sizes[n] for n in kept)) / total
-        raise BudgetError(
-            f"{method} cannot store this network in {fraction:.4g} of its {total:,} parameters; raise "
-            f"the budget to at least {math.ceil(reachable * 1e4) / 1e4:g}, or choose psm or prune",
-            reachable,
-        )
     for _ in range(24):
         middle = (low + high) / 2
         settings = _settings(method, shapes, middle, fixed)

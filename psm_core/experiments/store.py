@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sqlite3
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
-import psutil
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from psm_core.errors import CheckpointError, PsmError, StoreError
 from psm_core.experiments.record import COLUMNS, NETWORK, Record, from_row, to_row
 from psm_core.factorization import Factorization
+from psm_core.files import remove_abandoned, write_atomically
 from psm_core.methods import method_from_json
+from psm_core.network.models import tensors_hash
 
 SCHEMA_VERSION = 1
 _COLUMN_TYPES = {
@@ -61,22 +60,24 @@ class ResultStore:
                     f"CREATE TABLE IF NOT EXISTS records ({columns}, PRIMARY KEY (key, model_hash, layer))"
                 )
                 db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        except (OSError, sqlite3.Error) as error:
-            raise StoreError(
-                f"the result store in '{self.root}' cannot be opened ({error}); name a folder that "
-                "can be written"
-            ) from error
-        remove_abandoned(self.root)
+            remove_abandoned(self.root)
+        except OSError as error:
+            raise self._unusable(error) from error
 
     @contextlib.contextmanager
     def _connect(self) -> Iterator[sqlite3.Connection]:
-        db = sqlite3.connect(self.root / "results.sqlite", timeout=30)
-        db.row_factory = sqlite3.Row
         try:
-            with db:
+            with contextlib.closing(sqlite3.connect(self.root / "results.sqlite", timeout=30)) as db, db:
+                db.row_factory = sqlite3.Row
                 yield db
-        finally:
-            db.close()
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: Exception) -> StoreError:
+        return StoreError(
+            f"the result store in '{self.root}' cannot be used ({error}); make room, or name another "
+            "folder that can be written"
+        )
 
     def put(self, record: Record, factorization: Factorization | None = None) -> None:
         """Keep a record and its factors; the same record again replaces the old one.
@@ -88,20 +89,23 @@ class ResultStore:
         marks = ", ".join("?" for _ in COLUMNS)
         try:
             if factorization is not None:
-                layout = {"factorization": json.dumps(factorization.layout())}
-                write_atomically(
-                    self._factor_file(record.key), save(factorization.tensors(), metadata=layout)
-                )
+                layout, tensors = json.dumps(factorization.layout()), factorization.tensors()
+                seal = {"factorization": layout, "sha256": tensors_hash(tensors, layout)}
+                write_atomically(self._factor_file(record.key), save(tensors, metadata=seal))
             with self._connect() as db:
                 db.execute(
                     f"INSERT OR REPLACE INTO records VALUES ({marks})",
                     [row[name] for name in COLUMNS],
                 )
-        except (OSError, sqlite3.Error) as error:
-            raise StoreError(f"the result cannot be kept in '{self.root}': {error}") from error
+        except OSError as error:
+            raise self._unusable(error) from error
 
     def get(self, key: str, model_hash: str | None = None, layer: str | None = None) -> Record | None:
-        """The record of a key (of this layer of this model, where they are named), or None."""
+        """The record of a key (of this layer of this model, where they are named), or None.
+
+        Raises:
+            StoreError: the database is damaged or cannot be read.
+        """
         where, values = _conditions({"key": key, "model_hash": model_hash, "layer": layer})
         with self._connect() as db:
             row = db.execute(f"SELECT * FROM records WHERE {where} LIMIT 1", values).fetchone()
@@ -112,8 +116,11 @@ class ResultStore:
         path = self._factor_file(key)
         try:
             with safe_open(path, framework="pt") as file:
-                layout = json.loads(file.metadata()["factorization"])
+                seal = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if seal["sha256"] != tensors_hash(tensors, seal["factorization"]):
+                raise CheckpointError(f"the checksum of '{path}' does not match")
+            layout = json.loads(seal["factorization"])
             return Factorization.from_tensors(method_from_json(layout), layout, tensors)
         except FileNotFoundError:
             return None
@@ -138,9 +145,8 @@ class ResultStore:
         """The records as a frame, oldest first, one column a field."""
         where, values = _conditions({"model_hash": model_hash, "layer": layer, "method": method})
         with self._connect() as db:
-            return pd.read_sql_query(
-                f"SELECT * FROM records WHERE {where} ORDER BY created, rowid", db, params=values
-            )
+            rows = db.execute(f"SELECT * FROM records WHERE {where} ORDER BY created, rowid", values)
+            return pd.DataFrame.from_records(rows.fetchall(), columns=COLUMNS, coerce_float=True)
 
     def networks(self, model_hash: str) -> pd.DataFrame:
         """The whole-network records of a model."""
@@ -154,35 +160,3 @@ def _conditions(wanted: dict[str, str | None]) -> tuple[str, list[str]]:
     """An SQL condition for the values that are given."""
     given = {name: value for name, value in wanted.items() if value is not None}
     return " AND ".join(f"{name} = ?" for name in given) or "1", list(given.values())
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that readers and crashes see the old content or the new, nothing between."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{os.getpid()}-", suffix=".part")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def remove_abandoned(root: Path) -> None:
-    """Delete the half-written files of processes that are no more."""
-    for part in root.rglob(".*.part"):
-        owner = part.name[1:].split("-")[0]
-        if owner.isdigit() and not process_alive(int(owner)):
-            part.unlink(missing_ok=True)
-
-
-def process_alive(pid: int) -> bool:
-    """Whether a process of this number runs."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

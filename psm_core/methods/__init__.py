@@ -33,7 +33,7 @@ def get_method(name: str) -> type[Method]:
     Raises:
         UnknownNameError: there is none.
     """
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise UnknownNameError("method", name, METHODS)
     return METHODS[name]
 
@@ -43,10 +43,11 @@ def at_budget(name: str, shape: Shape, fraction: float, **fixed: Any) -> Method:
 
     Raises:
         UnknownNameError: no such method.
-        ParameterError: the fraction is not in (0, 1].
+        ParameterError: the fraction is not in (0, 1], or a fixed parameter is wrong.
         BudgetError: even the method's smallest setting stores more.
     """
-    return get_method(name).at_budget(tuple(shape), fraction, **fixed)
+    kind = get_method(name)
+    return kind.at_budget(tuple(shape), fraction, **kind.check_fixed(fixed))
 
 
 def method_from_json(document: Mapping[str, Any]) -> Method:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
@@ -42,7 +43,7 @@ class Parameter:
                 raise ParameterError(f"{given} is unknown; expected one of {', '.join(self.choices)}")
             return value
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value):
+        if not is_number or not abs(value) <= sys.float_info.max:
             raise ParameterError(f"{given} is not a finite number; expected {self.range_text}")
         if self.kind is int and value != int(value):
             raise ParameterError(f"{given} is not whole; expected {self.range_text}")
@@ -111,6 +112,26 @@ class Method(ABC):
                     f"{cls.name} needs {field.name} ({limits.help}); expected {limits.range_text}"
                 )
         return cls(**params)
+
+    @classmethod
+    def check_fixed(cls, fixed: Mapping[str, Any]) -> dict[str, Any]:
+        """Parameters set by hand beside a budget, in their declared types.
+
+        Raises:
+            UnknownNameError: a name is not a parameter of this method.
+            ParameterError: a value is out of range, or nothing is left for the budget to determine.
+        """
+        declared = cls.parameters()
+        for name in fixed:
+            if name not in declared:
+                raise UnknownNameError(f"parameter of {cls.name}", name, declared)
+        sizes = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+        if all(name in fixed for name in sizes):
+            raise ParameterError(
+                f"{cls.name}: a budget determines {' or '.join(sizes)}; give either the budget or "
+                f"{' and '.join(sizes)}"
+            )
+        return {name: declared[name].check(cls.name, name, value) for name, value in fixed.items()}
 
     @property
     def params(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class PSM(Method):
     tolerance: float = parameter(
         "stop when an iteration lowers the relative error by less", float, default=0.0, minimum=0.0
     )
-    seed: int = parameter("seed of the random numbers", int, default=0, minimum=0)
+    seed: int = parameter("seed of the random numbers", int, default=0, minimum=0, maximum=2**63 - 1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

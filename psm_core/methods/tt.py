@@ -155,14 +155,13 @@ class TrainProduct(Factorization):
 
     @staticmethod
     def linear(factors: Sequence[Factor], x: Tensor) -> Tensor:
-        batch = x.shape[0]
+        cores, batch = _dense(factors), x.shape[0]
         state = x.unsqueeze(1)
-        for core in _dense(factors):
+        for core in cores:
             # (batch·outs so far, rank, ins left) → the next input mode becomes an output mode.
-            rank, _, size, _ = core.shape
-            state = state.reshape(state.shape[0], rank, size, -1)
+            state = state.unflatten(2, (core.shape[2], -1))
             state = torch.einsum("paic,aoib->pobc", state, core).flatten(0, 1)
-        return state.reshape(batch, -1)
+        return state.reshape(batch, math.prod(core.shape[1] for core in cores))
 
     @staticmethod
     def conv2d(

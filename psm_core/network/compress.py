@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from psm_core.errors import ParameterError
+from psm_core.errors import ModelError, ParameterError
 from psm_core.factorization import Factorization
 from psm_core.methods.base import Method
 from psm_core.network.layers import get_layer
@@ -32,6 +32,7 @@ def compress(
         LayerError: it names one that cannot be compressed.
         ParameterError: a setting is out of range for its layer, or is no method.
         WeightError: a weight is not finite.
+        ModelError: the model cannot be copied.
     """
     for name, setting in plan.items():
         layer = get_layer(model, name)
@@ -42,7 +43,13 @@ def compress(
             )
         if isinstance(setting, Method):
             setting.check_shape(tuple(layer.weight.shape))
-    small = copy.deepcopy(model)
+    try:
+        small = copy.deepcopy(model)
+    except (RuntimeError, TypeError) as error:
+        raise ModelError(
+            f"the model cannot be copied ({str(error).splitlines()[0]}); make weights that are computed "
+            "from others (pruning masks, weight_norm) permanent first"
+        ) from error
     set_card(small, base_hash=card_of(model).base_hash or model_hash(model))
     for name, setting in plan.items():
         layer = get_layer(small, name)

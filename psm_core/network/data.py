@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -65,11 +65,10 @@ def load_data(source: str) -> Dataset:
             raise UnknownNameError("demonstration data", name, ("test", "train"))
         images, labels = demo.load_images(name)
         return Dataset(source, images, labels, tuple(demo.CLASSES))
-    path = Path(source)
-    if not path.is_file():
+    if not os.path.isfile(source):
         raise DataError(f"no data at '{source}'; expected {', '.join(SOURCES)}")
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with np.load(source, allow_pickle=False) as archive:
             arrays = {key: archive[key] for key in ("x", "y")}
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"'{source}' cannot be read ({error}); expected a .npz with x and y") from None

@@ -21,8 +21,9 @@ class LayerRow:
     """What is known of a layer before anything is fitted; read by attribute or by key.
 
     `parameters` counts the layer's own floats (weight and bias), `share` is their part of the
-    network, `macs` the multiply-accumulates for one input (None when no input shape is known),
-    `reason` says why a layer is not compressible.
+    network, `macs` the multiply-accumulates for one input (None when no input shape is known, and
+    for what is not counted: all but Linear and Conv2d layers that are called), `reason` says why a
+    layer is not compressible.
     """
 
     name: str
@@ -49,8 +50,10 @@ def layers(model: nn.Module, example: Tensor | None = None) -> list[LayerRow]:
     is used, and where there is none, `macs` is None.
 
     Raises:
-        ModelError: the model has no parameters, or cannot run the example.
+        ModelError: the model has no parameters, or some of unknown shape, or cannot run the example.
     """
+    if any(nn.parameter.is_lazy(p) for p in model.parameters()):
+        raise ModelError("the model has layers of unknown shape; run it once on an input first")
     total = sum(p.numel() for p in model.parameters())
     if total == 0:
         raise ModelError(f"{type(model).__name__} has no parameters; there is nothing to compress")
@@ -70,7 +73,7 @@ def layers(model: nn.Module, example: Tensor | None = None) -> list[LayerRow]:
                 shape=_weight_shape(module),
                 parameters=parameters,
                 share=parameters / total,
-                macs=None if macs is None else macs.get(name, 0),
+                macs=None if macs is None else macs.get(name),
                 compressible=not reason,
                 reason=reason,
             )
@@ -167,7 +170,7 @@ def _shared_weights(model: nn.Module) -> dict[str, str]:
     """Layer name → name of another layer with the same weight tensor."""
     first: dict[int, str] = {}
     shared: dict[str, str] = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):  # one module at two places, too
         weight = module._parameters.get("weight")
         if weight is None:
             continue

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def load_model(source: str) -> nn.Module:
         ModelError: the string is of no known form, or the model cannot be built.
         CheckpointError: the path is not a sound checkpoint.
     """
-    if Path(source).exists():
+    if os.path.exists(source):
         from psm_core.checkpoint import load_checkpoint
 
         return load_checkpoint(source)
@@ -78,16 +78,22 @@ def build_model(source: str, weights: bool) -> nn.Module:
             f"{', '.join(PREFIXES)} or the path of a checkpoint"
         )
     model = builders[prefix](name, weights) if prefix in builders else _callable(prefix, name)
+    if next(model.parameters(), None) is None:
+        raise ModelError(f"'{source}' has no parameters; there is nothing to compress")
     return set_card(model, source=source).eval()
 
 
 def model_hash(model: nn.Module) -> str:
     """SHA-256 over the names, types, shapes and bytes of all parameters and buffers."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        if isinstance(tensor, torch.Tensor):
-            digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-            digest.update(tensor_bytes(tensor))
+    return tensors_hash({n: t for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)})
+
+
+def tensors_hash(tensors: Mapping[str, torch.Tensor], description: str = "") -> str:
+    """SHA-256 over a description and the names, types, shapes and bytes of tensors."""
+    digest = hashlib.sha256(description.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        digest.update(tensor_bytes(tensor))
     return digest.hexdigest()
 
 
@@ -192,24 +198,31 @@ def _callable(module_name: str, name: str) -> nn.Module:
     or a class of modules, not of the standard library.
     """
     source = f"{module_name}:{name}"
-    if module_name.split(".")[0] in sys.stdlib_module_names:
+    if _standard(module_name):
         raise ModelError(f"'{source}' belongs to Python's standard library; expected a network")
     try:
         target: Any = importlib.import_module(module_name)
         for part in name.split("."):
             target = getattr(target, part)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (Exception, SystemExit) as error:  # whatever a user's own module raises
         raise ModelError(
-            f"'{source}' cannot be imported ({error}); expected package.module:callable, importable "
-            f"from here, or one of {', '.join(PREFIXES[:-1])}"
+            f"'{source}' cannot be imported ({type(error).__name__}: {error}); expected "
+            f"package.module:callable, importable from here, or one of {', '.join(PREFIXES[:-1])}"
         ) from error
     is_module_class = isinstance(target, type) and issubclass(target, nn.Module)
     if not is_module_class and not isinstance(target, types.FunctionType):
         raise ModelError(f"'{source}' is neither a function nor a class of nn.Module")
+    if _standard(str(target.__module__)):
+        raise ModelError(f"'{source}' is {target.__module__}.{target.__name__}; expected a network")
     try:
         model = target()
-    except Exception as error:  # whatever a user's own code raises
+    except (Exception, SystemExit) as error:  # whatever a user's own code raises
         raise ModelError(f"{source}() failed: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"{source}() returned {type(model).__name__}; expected an nn.Module")
     return model
+
+
+def _standard(module_name: str) -> bool:
+    """Whether a module is of Python's standard library."""
+    return module_name.split(".")[0] in sys.stdlib_module_names

@@ -65,7 +65,7 @@ def mix_channels(factor: Factor, x: Tensor) -> Tensor:
     if isinstance(factor, SparseMatrix):
         batch, channels, height, width = x.shape
         mixed = factor.matmul(x.transpose(0, 1).reshape(channels, -1))
-        return mixed.reshape(-1, batch, height, width).transpose(0, 1)
+        return mixed.reshape(factor.shape[0], batch, height, width).transpose(0, 1)
     return F.conv2d(x, factor[:, :, None, None])
 
 
@@ -83,6 +83,9 @@ def why_not(layer: nn.Module) -> str:
         return f"{type(layer).__name__} is neither Linear nor Conv2d"
     if nn.utils.parametrize.is_parametrized(layer):
         return "its weight is parametrized; remove the parametrization first"
+    if "weight" not in layer._parameters:
+        origin = ", ".join(name for name in layer._parameters if name != "bias")
+        return f"its weight is computed from {origin}; make that permanent first"
     if isinstance(layer, nn.Conv2d) and layer.groups == layer.in_channels > 1:
         return f"depthwise convolution: each of its {layer.groups} channels has a kernel of its own"
     if isinstance(layer, nn.Conv2d) and layer.groups > 1:
@@ -126,7 +129,7 @@ class CompressedLayer(nn.Module):
                 self.register_buffer(f"columns_{i}", factor.columns)
                 self.register_buffer(f"row_starts_{i}", factor.row_starts)
             else:
-                self.register_parameter(f"factor_{i}", nn.Parameter(factor.clone()))
+                self.register_parameter(f"factor_{i}", nn.Parameter(factor.clone().contiguous()))
         self.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach().clone())
         self.train(layer.training)
         for name in ("in_features", "out_features", "in_channels", "out_channels"):
@@ -161,6 +164,7 @@ class CompressedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         factors = self.current_factors()
+        self._check_input(x)
         if self.geometry is None:
             rows = x.reshape(-1, self.weight_shape[1])
             y = self.family.linear(factors, rows).reshape(*x.shape[:-1], self.weight_shape[0])
@@ -169,6 +173,14 @@ class CompressedLayer(nn.Module):
         y = self.family.conv2d(factors, batched, self.weight_shape, self.geometry)
         y = y if self.bias is None else y + self.bias[:, None, None]
         return y if x.dim() == 4 else y.squeeze(0)
+
+    def _check_input(self, x: Tensor) -> None:
+        """Raise RuntimeError, as dense layers do, for an input that factors might misread."""
+        ranks, axis = ((3, 4), -3) if self.geometry else (range(1, x.dim() + 1), -1)
+        if x.dim() not in ranks or x.shape[axis] != self.weight_shape[1]:
+            raise RuntimeError(
+                f"an input of shape {tuple(x.shape)} does not fit a weight of shape {self.weight_shape}"
+            )
 
     def extra_repr(self) -> str:
         shapes = " · ".join("×".join(map(str, shape)) for shape in self.factor_shapes)

@@ -1,0 +1,41 @@
+"""Files that a crash cannot leave half-written."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import psutil
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that readers and crashes see the old content or the new, nothing between."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{os.getpid()}-", suffix=".part")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def remove_abandoned(root: Path) -> None:
+    """Delete the half-written files of processes that are no more."""
+    for part in root.rglob(".*.part"):
+        owner = part.name[1:].split("-")[0]
+        if owner.isdigit() and not process_alive(int(owner)):
+            part.unlink(missing_ok=True)
+
+
+def process_alive(pid: int) -> bool:
+    """Whether a process of this number runs."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,358 @@
+"""The pages, each alone and through `app.py`: first render in every state, and what widgets change."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from psm_core import SVD, Prune, ResultStore, Study, load_model, uniform_plan
+from psm_core.experiments.jobs import JobFolder, JobRequest, JobStatus
+from psm_core.experiments.study import Point
+
+ROOT = Path(__file__).resolve().parents[1]
+MLP = "demo:fashion-mlp"
+PAGES = ("model", "factorize", "compare", "export")
+
+Open = Callable[..., AppTest]
+
+
+@pytest.fixture(scope="module")
+def largest() -> str:
+    """The largest layer of the network under test."""
+    rows = sorted(load_model(MLP).named_parameters(), key=lambda item: -item[1].numel())
+    return rows[0][0].removesuffix(".weight")
+
+
+@pytest.fixture(scope="module")
+def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache without results."""
+    return tmp_path_factory.mktemp("empty")
+
+
+@pytest.fixture(scope="module")
+def full_cache(tmp_path_factory: pytest.TempPathFactory, largest: str) -> Path:
+    """A cache with results of layers and of the whole network."""
+    root = tmp_path_factory.mktemp("full")
+    model = load_model(MLP)
+    study = Study(model, ResultStore(root))
+    study.network({}, "dense")
+    for rank in (4, 16):
+        study.fit(largest, SVD(rank=rank))
+        study.fit(largest, Prune(fraction=rank / 100))
+    for method in ("svd", "prune"):
+        study.network(uniform_plan(model, method, 0.2).layers, method, 0.2)
+    return root
+
+
+@pytest.fixture(scope="module")
+def jobs_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache for jobs; one worker serves them all."""
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture
+def open_page(monkeypatch: pytest.MonkeyPatch, empty_cache: Path) -> Open:
+    """Open a page alone, with a cache and URL parameters of choice."""
+    monkeypatch.syspath_prepend(str(ROOT))
+
+    def run(page: str, cache: Path = empty_cache, **query: str) -> AppTest:
+        monkeypatch.setenv("PSM_CACHE", str(cache))
+        at = AppTest.from_file(str(ROOT / "pages" / f"{page}.py"), default_timeout=60)
+        at.query_params.update({"network": MLP, **query})
+        return at.run()
+
+    return run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _workers_end() -> Iterator[None]:
+    """End the workers that the pages started."""
+    yield
+    from pages._ui import resources
+
+    resources.close_all()
+
+
+def sound(at: AppTest) -> AppTest:
+    """The page, which must show neither an exception nor an error."""
+    assert [e.value for e in at.exception] == []
+    assert [e.value for e in at.error] == []
+    return at
+
+
+def texts(at: AppTest) -> str:
+    """The words a page shows."""
+    shown = [*at.markdown, *at.caption, *at.info, *at.warning, *at.success, *at.error, *at.subheader]
+    return "\n".join(str(element.value) for element in shown)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_first_render_with_an_empty_store(open_page: Open, page: str) -> None:
+    assert sound(open_page(page)).title[0].value == page.capitalize()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_first_render_with_results(open_page: Open, full_cache: Path, page: str) -> None:
+    sound(open_page(page, full_cache))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_an_unknown_network_is_one_line_and_a_way_out(open_page: Open, page: str) -> None:
+    at = open_page(page, network="demo:fashion-nothing")
+    assert not at.exception
+    assert len(at.error) == 1
+    assert "fashion-nothing" in at.error[0].value
+    at.button[0].click().run()
+    assert not at.error
+    assert "network" not in at.query_params  # the default network needs none
+
+
+@pytest.mark.parametrize("source", ["nonsense", "torchvision:resnet999", "no_such_package:thing"])
+def test_bad_network_names_never_give_a_traceback(open_page: Open, source: str) -> None:
+    at = open_page("model", network=source)
+    assert not at.exception
+    assert source.split(":")[-1] in at.error[0].value
+
+
+def test_the_app_keeps_the_network_from_page_to_page(
+    open_page: Open, full_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSM_CACHE", str(full_cache))
+    at = AppTest.from_file(str(ROOT / "app.py"), default_timeout=60)
+    at.query_params["network"] = MLP
+    sound(at.run())
+    for page in (*PAGES[1:], PAGES[0]):
+        sound(at.switch_page(f"pages/{page}.py").run())
+        assert at.title[0].value == page.capitalize()
+        assert at.query_params["network"] == MLP
+
+
+def test_model_shows_sizes_and_accuracy_with_their_sample(open_page: Open, full_cache: Path) -> None:
+    at = open_page("model", full_cache)
+    model = load_model(MLP)
+    total = sum(p.numel() for p in model.parameters())
+    dense = Study(model, ResultStore(full_cache)).network({}, "dense")
+    values = [metric.value for metric in at.metric]
+    assert values[0] == f"{total:,}"
+    assert values[2] == f"{dense.accuracy:.2%}"
+    assert f"n = {dense.samples:,}" in texts(at)
+    assert at.dataframe[0].value["Parameters"].sum() == total
+
+
+def test_selected_layers_open_in_factorize(open_page: Open, largest: str) -> None:
+    at = open_page("factorize", layers=largest)
+    assert at.multiselect(key="layers_choice").value == [largest]
+
+
+def size_sliders(at: AppTest) -> dict[str, float]:
+    """The values of the methods' sliders by key."""
+    return {s.key: s.value for s in at.slider if str(s.key).startswith("form.")}
+
+
+def test_the_budget_moves_the_sizes(open_page: Open) -> None:
+    at = open_page("factorize")
+    before = size_sliders(at)
+    at.select_slider(key="budget_choice").set_value(30.0).run()
+    after = size_sliders(sound(at))
+    for key in ("form.psm.K", "form.svd.rank", "form.tt.rank", "form.prune.fraction"):
+        assert after[key] > before[key]
+    assert after["form.psm.Q"] == before["form.psm.Q"]
+    assert at.query_params["budget"] == "30"
+
+
+def test_a_size_moves_the_budget_and_the_other_methods(open_page: Open, largest: str) -> None:
+    at = open_page("factorize")
+    shape = tuple(load_model(MLP).get_submodule(largest).weight.shape)
+    at.slider(key="form.svd.rank").set_value(60).run()
+    share = 100 * SVD(rank=60).storage(shape) / math.prod(shape)
+    after = size_sliders(sound(at))
+    assert at.select_slider(key="budget_choice").value == pytest.approx(share, abs=1e-3)
+    assert after["form.svd.rank"] == 60
+    assert after["form.tucker.rank_out"] == 60  # on a Linear layer Tucker is the SVD
+    assert after["form.prune.fraction"] == pytest.approx(share / 100, abs=1e-3)
+    at.select_slider(key="budget_choice").set_value(10.0).run()
+    assert size_sliders(sound(at))["form.svd.rank"] == int(0.1 * math.prod(shape) / sum(shape))
+
+
+def test_the_number_of_factors_moves_k_and_not_the_budget(open_page: Open) -> None:
+    at = open_page("factorize")
+    before = size_sliders(at)["form.psm.K"]
+    at.slider(key="form.psm.Q").set_value(4).run()
+    assert size_sliders(sound(at))["form.psm.K"] < before
+    assert at.select_slider(key="budget_choice").value == 10.0
+
+
+def test_above_break_even_it_warns(open_page: Open) -> None:
+    at = open_page("factorize", methods="svd")
+    slider = at.slider(key="form.svd.rank")
+    slider.set_value(slider.max).run()
+    assert any("break-even" in warning.value for warning in sound(at).warning)
+
+
+def test_a_budget_out_of_reach_says_so_and_offers_the_smallest(open_page: Open) -> None:
+    at = open_page("factorize", methods="svd", budget="0.1")
+    assert "svd cannot store" in sound(at).warning[0].value
+    assert at.button(key="run").disabled
+    at.button(key="raise.svd").click().run()
+    assert size_sliders(sound(at)) == {"form.svd.rank": 1}
+
+
+def test_advanced_parameters_reach_the_method(open_page: Open) -> None:
+    at = open_page("factorize", methods="psm")
+    at.selectbox(key="form.psm.algorithm").set_value("palm4msa").run()
+    at.number_input(key="form.psm.iterations").set_value(7).run()
+    sound(at)
+    assert at.selectbox(key="form.psm.algorithm").value == "palm4msa"
+    assert at.number_input(key="form.psm.iterations").value == 7
+
+
+def test_nothing_chosen_is_an_instruction(open_page: Open) -> None:
+    at = open_page("factorize")
+    at.multiselect(key="layers_choice").set_value([]).run()
+    assert "Choose at least one layer" in sound(at).info[0].value
+
+
+def test_another_network_resets_the_layers(open_page: Open, largest: str) -> None:
+    at = open_page("factorize", layers=largest)
+    at.sidebar.selectbox(key="network_choice").set_value("demo:fashion-cnn").run()
+    assert at.multiselect(key="layers_choice").value == ["classifier.fc1"]
+    assert "network" not in sound(at).query_params  # the default network needs none
+    assert "layers" not in at.query_params or at.query_params["layers"] != largest
+
+
+def test_a_job_runs_to_its_results_and_then_answers_from_the_cache(
+    open_page: Open, jobs_cache: Path, networks_module: str
+) -> None:
+    at = open_page("factorize", jobs_cache, network=f"{networks_module}:cnn", methods="svd,prune")
+    for expected in ("2 results computed, 0 answered", "0 results computed, 2 answered"):
+        at.button(key="run").click().run()
+        job = at.query_params["fit"]
+        wait_for(jobs_cache, job)
+        at.run()
+        assert expected in sound(at).success[0].value
+        assert len(at.dataframe[0].value) == 2
+    fresh = open_page("factorize", jobs_cache, network=f"{networks_module}:cnn", fit=job)
+    assert "0 results computed, 2 answered" in sound(fresh).success[0].value
+
+
+def wait_for(root: Path, job: str, seconds: float = 60) -> None:
+    """Wait until a job has ended."""
+    end = time.monotonic() + seconds
+    while JobFolder(root, job).read().active:
+        assert time.monotonic() < end, "the job does not end"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("failed", "Failed. no memory is left"),
+        ("interrupted", "Interrupted. no memory is left"),
+        ("cancelled", "Cancelled after 1 of 3"),
+        ("running", "Interrupted."),
+    ],
+)
+def test_ended_jobs_say_why_and_can_run_again(
+    open_page: Open, jobs_cache: Path, networks_module: str, state: str, words: str
+) -> None:
+    source = f"{networks_module}:cnn"
+    folder = JobFolder(jobs_cache, f"job-{state}")
+    folder.write_request(JobRequest(source, (Point("fc1", method=SVD(rank=1)),)))
+    nobody = 2**22 + 1
+    folder.write(
+        JobStatus(folder.id, state, 3, time.time(), done=1, message="no memory is left", worker=nobody)
+    )
+    at = open_page("factorize", jobs_cache, network=source, fit=folder.id)
+    assert not at.exception
+    assert words in texts(at)
+    at.button(key="again.fit").click().run()
+    assert at.query_params["fit"] != folder.id
+    wait_for(jobs_cache, at.query_params["fit"])
+    assert "Done" in sound(at.run()).success[0].value
+
+
+def test_a_running_job_shows_progress_and_can_be_cancelled(
+    open_page: Open, jobs_cache: Path, networks_module: str
+) -> None:
+    source = f"{networks_module}:broad"
+    at = open_page("factorize", jobs_cache, network=source, methods="psm", budget="30")
+    at.selectbox(key="form.psm.algorithm").set_value("palm4msa").run()
+    at.number_input(key="form.psm.iterations").set_value(50_000).run()
+    at.button(key="run").click().run()
+    job = at.query_params["fit"]
+    sound(at).button(key="cancel.fit").click().run()
+    wait_for(jobs_cache, job, 30)
+    assert JobFolder(jobs_cache, job).read().state == "cancelled"
+    assert "Cancelled" in texts(sound(at.run()))
+
+
+def test_a_forgotten_job_is_no_error(open_page: Open) -> None:
+    at = open_page("compare", job="20200101-000000-abcdef")
+    assert "no longer kept" in texts(sound(at))
+
+
+def test_compare_starts_with_what_to_do(open_page: Open) -> None:
+    at = open_page("compare")
+    assert "No results of this network yet" in texts(sound(at))
+    assert any("Compare the methods" in button.label for button in at.button)
+
+
+def test_compare_shows_the_network_and_each_layer(open_page: Open, full_cache: Path, largest: str) -> None:
+    at = open_page("compare", full_cache)
+    assert set(at.dataframe[0].value["method"]) == {"SVD", "Pruning", "Dense network"}
+    at.selectbox(key="layer_choice").set_value(largest).run()
+    kept = ResultStore(full_cache).query(layer=largest)
+    assert len(sound(at).dataframe[0].value) == len(kept)
+    at.pills[0].set_value(["svd"]).run()
+    assert set(sound(at).dataframe[0].value["method"]) == {"SVD"}
+    at.toggle(key="log_x").set_value(False).run()
+    sound(at)
+    again = open_page("compare", full_cache, layer=largest, shown="svd")
+    assert set(sound(again).dataframe[0].value["method"]) == {"SVD"}
+
+
+def test_selected_results_are_shown_in_full(open_page: Open, full_cache: Path) -> None:
+    at = open_page("compare", full_cache)
+    keys = at.session_state["table_keys"]
+    at.session_state["selection"] = keys[:2]
+    at.run()
+    assert len(sound(at).dataframe[1].value) == 2
+    assert at.session_state["compare_table"]["selection"]["rows"] == [0, 1]
+    next(b for b in at.button if b.label == "Clear selection").click().run()
+    assert len(sound(at).dataframe) == 1
+
+
+def test_export_builds_verifies_and_offers(open_page: Open, full_cache: Path) -> None:
+    at = open_page("export", full_cache)
+    assert not at.download_button
+    assert "after building" not in [metric.value for metric in sound(at).metric]
+    at.button(key="build_button").click().run()
+    labels = [button.label for button in sound(at).download_button]
+    assert any(label.endswith(".safetensors") for label in labels)
+    assert "Largest output difference" in at.success[0].value
+    again = open_page("export", full_cache)
+    assert len(again.download_button) == 2  # the verified file is still there
+
+
+def test_export_of_layer_results_makes_a_recipe(open_page: Open, full_cache: Path, largest: str) -> None:
+    at = open_page("export", full_cache, **{"from": "layers"})
+    box = at.selectbox(key=f"recipe.{largest}")
+    box.select_index(0).run()
+    frame = sound(at).dataframe[0].value.set_index("Layer")
+    assert frame.loc[largest, "Method"] == "SVD"
+    assert "Compute, build and verify" in [button.label for button in at.button]
+
+
+def test_export_of_a_uniform_budget_says_what_is_out_of_reach(open_page: Open, full_cache: Path) -> None:
+    at = open_page("export", full_cache, **{"from": "uniform"})
+    at.selectbox(key="uniform_method").set_value("svd").run()
+    at.select_slider(key="uniform_budget").set_value(0.5).run()
+    assert not at.exception
+    assert len(at.error) == 1
+    at.select_slider(key="uniform_budget").set_value(20.0).run()
+    sound(at)
