@@ -6,7 +6,7 @@ import pandas as pd
 import streamlit as st
 
 from pages._ui import jobs, memory, quick, resources, text
-from pages._ui.shell import page
+from pages._ui.shell import go, page
 from psm_core import plots
 from psm_core.experiments.record import METRICS, NETWORK
 from psm_core.experiments.study import sweep_points
@@ -80,11 +80,11 @@ def _label(name: str) -> str:
 def draw(frame: pd.DataFrame) -> None:
     """The chart and, beside it, the table; selecting in one selects in the other."""
     x, y, log_x = choose_axes(frame)
-    front = plots.pareto_front(frame[x], frame[y], (METRICS[x].better, METRICS[y].better))
+    front = plots.pareto_front(frame[x].to_list(), frame[y].to_list(), (METRICS[x].better, METRICS[y].better))
     frame = frame.assign(front=front).sort_values(["front", x], ascending=[False, True], ignore_index=True)
     keys = list(frame["key"])
     selected = [key for key in st.session_state.get("selection", []) if key in keys]
-    chart, table = st.columns([3, 2])
+    chart, table = st.columns([4, 3])
     with chart:
         st.plotly_chart(
             plots.trade_off(frame, x, y, log_x, selected),
@@ -118,7 +118,13 @@ def draw(frame: pd.DataFrame) -> None:
 def details(chosen: pd.DataFrame) -> None:
     """The selected results in full."""
     with st.container(horizontal=True, vertical_alignment="center"):
-        st.subheader(f"{text.count(len(chosen), 'selected result')}", anchor=False)
+        st.subheader(text.count(len(chosen), "selected result"), anchor=False)
+        one = chosen.iloc[0]
+        exportable = len(chosen) == 1 and one["layer"] == NETWORK and one["method"] != "dense"
+        if exportable and st.button("Export this result", icon=":material/download:"):
+            memory.remember("selected", one["key"])
+            memory.remember("from", "result")
+            go("export")
         st.button("Clear selection", on_click=lambda: st.session_state.update(selection=[]))
     measured = ["accuracy", "interval"] if chosen["accuracy"].notna().any() else []
     columns = ["method", "setting", "relative_error", *measured]
@@ -142,10 +148,10 @@ def _table_selected() -> None:
     st.session_state["selection"] = [keys[i] for i in rows if i < len(keys)]
 
 
-def sweep_form(network: resources.Network, expanded: bool) -> None:
+def sweep_form(network: resources.Network) -> None:
     """Methods and budgets to run over layers and the whole network."""
     shapes = network.shapes
-    with st.expander("Run a sweep", icon=":material/tune:", expanded=expanded), st.form("sweep"):
+    with st.expander("Run a sweep", icon=":material/tune:"), st.form("sweep"):
         methods = st.pills(
             "Methods", list(METHODS), selection_mode="multi", default=list(METHODS),
             format_func=plots.title,
@@ -166,8 +172,7 @@ def sweep_form(network: resources.Network, expanded: bool) -> None:
                 st.error("Choose at least one method, one budget, and layers or the network.")
                 return
             points, skipped = sweep_points(network.model, methods, [b / 100 for b in budgets], layers, whole)
-            st.session_state["skipped"] = skipped
-            jobs.submit(network, points)
+            st.session_state["skipped"] = (jobs.submit(network, points), skipped)
             st.rerun()
 
 
@@ -184,8 +189,8 @@ with page(
     "Which method keeps most at which size? Every point is a stored result.",
 ) as network:
     status = jobs.panel()
-    skipped = st.session_state.get("skipped", [])
-    if status is not None and skipped:
+    job_id, skipped = st.session_state.get("skipped", ("", []))
+    if status is not None and status.id == job_id and skipped:
         with st.expander(f"{text.count(len(skipped), 'combination')} cannot meet its budget"):
             st.markdown("\n".join(f"- {reason}" for reason in skipped))
     frame = resources.store().query(model_hash=network.study.hash)
@@ -200,4 +205,4 @@ with page(
             st.info("Choose at least one method above.", icon=":material/arrow_upward:")
         else:
             draw(view)
-    sweep_form(network, expanded=False)
+    sweep_form(network)

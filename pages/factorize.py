@@ -150,17 +150,16 @@ with page(
         with budget:
             fraction = forms.budget_slider()
         wanted = settings(network, layers, methods, fraction)
-        run.button(
+        if run.button(
             f"Factorize: {text.count(len(wanted), 'fit')}",
             type="primary",
             icon=":material/play_arrow:",
             disabled=not wanted,
             key="run",
             width="stretch",
-            on_click=lambda: jobs.submit(
-                network, [Point(layer, method=method) for layer, method in wanted], "fit"
-            ),
-        )
+        ):
+            jobs.submit(network, [Point(layer, method=method) for layer, method in wanted], "fit")
+            st.rerun()
         with live:
             status = jobs.panel("fit")
         if status is not None:

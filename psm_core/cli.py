@@ -25,7 +25,7 @@ from psm_core.experiments.record import COLUMNS, Record, to_row
 from psm_core.experiments.store import ResultStore
 from psm_core.experiments.study import Study, sweep_points
 from psm_core.files import write_atomically
-from psm_core.methods import METHODS, at_budget, get_method
+from psm_core.methods import METHODS, get_method
 from psm_core.methods.base import Method, shape_text
 from psm_core.network.compress import compressed_layers
 from psm_core.network.layers import LayerRow, layers
@@ -289,7 +289,7 @@ def _method(options: argparse.Namespace, model: nn.Module) -> Method:
     if options.fraction is None:
         return kind.from_params(values)
     shape = tuple(get_layer(model, options.layer).weight.shape)
-    return at_budget(options.method, shape, options.fraction, **values)
+    return kind.at_budget(shape, options.fraction, **kind.check_fixed(values))
 
 
 def _assignment(kind: type[Method], text: str) -> tuple[str, Any]:

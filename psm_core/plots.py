@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import pandas as pd
@@ -36,7 +37,7 @@ _SYMBOLS = {
 }
 _SPARE_COLOURS = ("#332288", "#117733", "#882255", "#44AA99", "#999933", "#AA4499")
 _SPARE_SYMBOLS = ("pentagon", "hexagon", "triangle-down", "hourglass", "bowtie", "hexagram")
-_TITLES = {"recipe": "Recipe", "dense": "Dense network"}
+_TITLES = {"recipe": "Recipe", "dense": "Dense"}
 FRONT_COLOUR = "#8A8A8A"
 MUTED_COLOUR = "#A9B1BA"
 ACCENT_COLOUR = "#0B6BCB"
@@ -56,7 +57,7 @@ def title(method: str) -> str:
     """The name of a method for people.
 
     >>> title("svd"), title("dense")
-    ('SVD', 'Dense network')
+    ('SVD', 'Dense')
     """
     if method in METHODS:
         return METHODS[method].title
@@ -95,15 +96,19 @@ def axis_title(name: str, metric: Metric | None = None) -> str:
     return f"{metric.label} ({'↓' if metric.better == 'lower' else '↑'} better)"
 
 
-def setting_text(row: Mapping[str, Any]) -> str:
+def setting_text(row: Mapping[Any, Any]) -> str:
     """The setting of a record in a few words: the budget of a network, a method's parameters."""
     params = row["params"]
-    if isinstance(params, str):
-        params = json.loads(params)
+    return _setting_text(row["method"], params if isinstance(params, str) else json.dumps(params))
+
+
+@lru_cache(maxsize=50_000)
+def _setting_text(method: str, params_json: str) -> str:
+    params = json.loads(params_json)
     if "plan" in params:
         return f"{len(params['plan'])} layers compressed" if params["plan"] else "as trained"
-    text = str(method_from_json({"method": row["method"], "params": params}))
-    return text.removeprefix(title(row["method"])).strip(" ()")
+    text = str(method_from_json({"method": method, "params": params}))
+    return text.removeprefix(title(method)).strip(" ()")
 
 
 def trade_off(
@@ -119,7 +124,7 @@ def trade_off(
     and the dense network is drawn as a line across. Each point's custom data is its record's key.
     """
     figure = go.Figure()
-    front = pareto_front(frame[x], frame[y], (METRICS[x].better, METRICS[y].better))
+    front = pareto_front(frame[x].to_list(), frame[y].to_list(), (METRICS[x].better, METRICS[y].better))
     edge = frame[front].sort_values(x)
     figure.add_scatter(
         x=edge[x], y=edge[y], mode="lines", name="Pareto front", hoverinfo="skip",
@@ -180,7 +185,7 @@ def _interval(group: pd.DataFrame) -> dict[str, Any]:
     }
 
 
-def _hover(row: Mapping[str, Any]) -> str:
+def _hover(row: Mapping[Any, Any]) -> str:
     """All that is known of a record, in lines."""
     lines = [f"<b>{title(row['method'])}</b> {setting_text(row)}"]
     lines.append(f"{row['parameters']:,} of {row['dense_parameters']:,} parameters")

@@ -106,3 +106,9 @@ def test_ci_runs_the_command_of_the_readme() -> None:
     command = (ROOT / ".ci" / "run").read_text().strip().splitlines()[-1]
     assert command.endswith("-m tests")
     assert command in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+
+
+def test_the_app_asks_nothing_and_reports_nothing() -> None:
+    config = tomllib.loads((ROOT / ".streamlit" / "config.toml").read_text())
+    assert config["server"]["showEmailPrompt"] is False
+    assert config["browser"]["gatherUsageStats"] is False

@@ -304,7 +304,7 @@ def test_compare_starts_with_what_to_do(open_page: Open) -> None:
 
 def test_compare_shows_the_network_and_each_layer(open_page: Open, full_cache: Path, largest: str) -> None:
     at = open_page("compare", full_cache)
-    assert set(at.dataframe[0].value["method"]) == {"SVD", "Pruning", "Dense network"}
+    assert set(at.dataframe[0].value["method"]) == {"SVD", "Pruning", "Dense"}
     at.selectbox(key="layer_choice").set_value(largest).run()
     kept = ResultStore(full_cache).query(layer=largest)
     assert len(sound(at).dataframe[0].value) == len(kept)
@@ -321,6 +321,7 @@ def test_selected_results_are_shown_in_full(open_page: Open, full_cache: Path) -
     keys = at.session_state["table_keys"]
     at.session_state["selection"] = keys[:2]
     at.run()
+    assert not any(button.label == "Export this result" for button in at.button)
     assert len(sound(at).dataframe[1].value) == 2
     assert at.session_state["compare_table"]["selection"]["rows"] == [0, 1]
     next(b for b in at.button if b.label == "Clear selection").click().run()

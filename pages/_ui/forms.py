@@ -231,4 +231,5 @@ def _help(declared: Parameter) -> str:
 
 
 def _whole(limit: float | None) -> int | None:
-    return None if limit is None else int(limit)
+    """A limit as a whole number that a browser can hold."""
+    return None if limit is None else min(int(limit), 2**53 - 1)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import streamlit as st
 
 from pages._ui import memory, resources, text
+from pages._ui.shell import errors_as_messages
 from psm_core import plots
 from psm_core.errors import UnknownNameError
 from psm_core.experiments.jobs import JobStatus
@@ -19,14 +20,16 @@ from psm_core.methods import METHODS
 POLL_SECONDS = 0.7
 
 
-def submit(network: resources.Network, points: Sequence[Point], slot: str = "job") -> None:
-    """Queue points; those of quick methods come first, so that results appear at once.
+def submit(network: resources.Network, points: Sequence[Point], slot: str = "job") -> str:
+    """Queue points and return the job's id; quick methods come first, so that results appear at once.
 
     Raises:
         StoreError: the job cannot be queued.
     """
     ordered = sorted(points, key=lambda point: _work(point))
-    memory.remember(slot, resources.runner().submit(network.source, ordered))
+    job_id = resources.runner().submit(network.source, ordered)
+    memory.remember(slot, job_id)
+    return job_id
 
 
 def panel(slot: str = "job") -> JobStatus | None:
@@ -48,10 +51,10 @@ def panel(slot: str = "job") -> JobStatus | None:
 
 
 def _draw(slot: str, job_id: str, drawn: tuple[str, int]) -> None:
-    status = resources.runner().status(job_id)
-    if _stage(status) != drawn:
-        st.rerun()  # the page shows what is new
-    with st.container(border=True):
+    with errors_as_messages(), st.container(border=True):
+        status = resources.runner().status(job_id)
+        if _stage(status) != drawn:
+            st.rerun()  # the page shows what is new
         if status.active:
             _draw_active(slot, status)
         else:
@@ -65,13 +68,8 @@ def _stage(status: JobStatus) -> tuple[str, int]:
 def _draw_active(slot: str, status: JobStatus) -> None:
     words, button = st.columns([5, 1], vertical_alignment="center")
     words.progress(status.progress, _progress_text(status))
-    button.button(
-        "Cancel",
-        key=f"cancel.{slot}",
-        icon=":material/stop_circle:",
-        on_click=lambda: resources.runner().cancel(status.id),
-        width="stretch",
-    )
+    if button.button("Cancel", key=f"cancel.{slot}", icon=":material/stop_circle:", width="stretch"):
+        resources.runner().cancel(status.id)
     if len(status.history) > 1:
         method = next((n for n, m in METHODS.items() if f"· {m.title}" in status.current), "")
         st.caption(f"{status.current}: relative error {status.history[-1]:.4f} (↓ better)")
@@ -110,23 +108,21 @@ def _draw_ended(slot: str, status: JobStatus) -> None:
         words.warning(f"Interrupted. {status.message}", icon=":material/power_off:")
     else:
         words.error(f"Failed. {status.message}", icon=":material/error:")
-    again.button(
+    if again.button(
         "Run again",
         key=f"again.{slot}",
         icon=":material/replay:",
-        on_click=_run_again,
-        args=(slot, status.id),
         help="Finished results are answered from the cache; only the rest is computed.",
         width="stretch",
-    )
-    close.button("Close", key=f"close.{slot}", on_click=memory.forget, args=(slot,), width="stretch")
+    ):
+        memory.remember(slot, resources.runner().resubmit(status.id))
+        st.rerun()
+    if close.button("Close", key=f"close.{slot}", width="stretch"):
+        memory.forget(slot)
+        st.rerun()
     if status.problems and status.state != "failed":
         with st.expander(f"{text.count(len(status.problems), 'result')} could not be computed"):
             st.markdown("\n".join(f"- {problem}" for problem in status.problems))
-
-
-def _run_again(slot: str, job_id: str) -> None:
-    memory.remember(slot, resources.runner().resubmit(job_id))
 
 
 def _work(point: Point) -> int:

@@ -27,7 +27,7 @@ def comparison_button(network: resources.Network, key: str) -> None:
         "parameters, on the whole network and its largest layer. Results appear as they arrive.",
     ):
         largest = list(islice(network.shapes, 1))
-        points, _ = sweep_points(network.model, METHODS, FRACTIONS, largest)
-        jobs.submit(network, points)
+        points, skipped = sweep_points(network.model, METHODS, FRACTIONS, largest)
+        st.session_state["skipped"] = (jobs.submit(network, points), skipped)
         memory.remember("layer", NETWORK)
         go("compare")

@@ -41,8 +41,15 @@ def page(title: str, lead: str) -> Iterator[resources.Network]:
         if source != DEFAULT:
             st.button("Use the default network", on_click=_change_source, args=(DEFAULT,))
         st.stop()
-    try:
+    with errors_as_messages():
         yield network
+
+
+@contextmanager
+def errors_as_messages() -> Iterator[None]:
+    """Show a named error as its one line."""
+    try:
+        yield
     except PsmError as error:
         st.error(str(error), icon=":material/error:")
 

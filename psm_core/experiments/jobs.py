@@ -26,6 +26,7 @@ from psm_core.files import process_alive, write_atomically
 from psm_core.methods import method_from_json
 
 ACTIVE = ("queued", "running")
+INTERRUPTED = "Its process ended before it did. What was finished is kept; run it again to compute the rest."
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,12 @@ class JobFolder:
         write_atomically(self.path / "request.json", json.dumps(request.to_json()).encode())
 
     def read_request(self) -> JobRequest:
-        """What is to be computed."""
-        return JobRequest.from_json(json.loads((self.path / "request.json").read_text()))
+        """What is to be computed.
+
+        Raises:
+            UnknownNameError: there is no such job.
+        """
+        return JobRequest.from_json(self._document("request.json"))
 
     def write(self, status: JobStatus) -> None:
         """Replace the status."""
@@ -146,14 +151,18 @@ class JobFolder:
         Raises:
             UnknownNameError: there is no such job.
         """
-        try:
-            document = json.loads((self.path / "status.json").read_text())
-        except (OSError, ValueError):
-            known = [folder.name for folder in self.path.parent.glob("*")]
-            raise UnknownNameError("job", self.id, known) from None
+        document = self._document("status.json")
         for name in ("history", "keys", "problems"):
             document[name] = tuple(document[name])
         return JobStatus(**document)
+
+    def _document(self, name: str) -> dict[str, Any]:
+        try:
+            document: dict[str, Any] = json.loads((self.path / name).read_text())
+        except (OSError, ValueError):
+            known = [folder.name for folder in self.path.parent.glob("*")]
+            raise UnknownNameError("job", self.id, known) from None
+        return document
 
     def request_cancel(self) -> None:
         """Ask the worker to stop."""
@@ -213,8 +222,7 @@ class JobRunner:
                     status,
                     state="interrupted",
                     finished=time.time(),
-                    message="Its process ended before it did. What was finished is kept; run it "
-                    "again to compute the rest.",
+                    message=INTERRUPTED,
                 )
                 folder.write(status)
         return status
@@ -231,8 +239,14 @@ class JobRunner:
         return sorted(found, key=lambda status: status.submitted, reverse=True)
 
     def cancel(self, job_id: str) -> None:
-        """Stop a job: at once when it is queued, at its next iteration when it runs."""
+        """Stop a job: at once when it is queued, at its next iteration when it runs.
+
+        Raises:
+            UnknownNameError: there is no such job.
+        """
         folder = JobFolder(self.store.root, job_id)
+        if not folder.read().active:
+            return
         folder.request_cancel()
         status = folder.read()
         if status.state == "queued":

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from psm_core.errors import BudgetError, ModelError, ParameterError
+from psm_core.errors import BudgetError, ModelError, ParameterError, PsmError
 from psm_core.files import write_atomically
 from psm_core.methods import get_method, method_from_json
 from psm_core.methods.base import Method, Shape, floats_in_budget
@@ -47,7 +47,7 @@ def uniform_plan(model: nn.Module, method: str, fraction: float, **fixed: Any) -
     Raises:
         BudgetError: the budget is below what must be stored.
         ModelError: the model has no layer that can be compressed.
-        ParameterError: the fraction is not in (0, 1].
+        ParameterError: the fraction is not in (0, 1], or a fixed parameter is wrong.
     """
     weights = {n: tuple(m.weight.shape) for n, m in compressible_layers(model).items()}
     if not weights:
@@ -128,7 +128,6 @@ def read_recipe(path: str | Path) -> dict[str, Method]:
 
     Raises:
         ParameterError: the file is missing, is no recipe, or a setting is wrong; names the layer.
-        UnknownNameError: a method or parameter is unknown.
     """
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -136,7 +135,7 @@ def read_recipe(path: str | Path) -> dict[str, Method]:
         raise ParameterError(
             f"recipe '{path}' cannot be read ({error.strerror}); expected a JSON file"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ParameterError(f"recipe '{path}' is not JSON: {error}") from None
     layers = document.get("layers") if isinstance(document, dict) else None
     if not isinstance(layers, dict) or not layers:
@@ -146,4 +145,10 @@ def read_recipe(path: str | Path) -> dict[str, Method]:
         )
     if document.get("recipe", RECIPE_SCHEMA) != RECIPE_SCHEMA:
         raise ParameterError(f"recipe '{path}' has schema {document['recipe']}, not {RECIPE_SCHEMA}")
-    return {name: method_from_json(setting) for name, setting in layers.items()}
+    methods = {}
+    for name, setting in layers.items():
+        try:
+            methods[name] = method_from_json(setting)
+        except PsmError as error:
+            raise ParameterError(f"recipe '{path}', layer '{name}': {error}") from None
+    return methods

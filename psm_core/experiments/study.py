@@ -60,7 +60,7 @@ class Study:
         self.source = card.path or card.source or type(model).__name__
         self.hash = model_hash(model)
         self.data = default_data(model, data)
-        if self.data is not None and card.input_shape is None:
+        if self.data is not None and self.data.images and card.input_shape is None:
             set_card(model, input_shape=tuple(self.data.inputs.shape[1:]))
 
     def fit(self, layer: str, method: Method, on_step: OnStep | None = None) -> tuple[Record, Factorization]:

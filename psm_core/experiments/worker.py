@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from psm_core.errors import PsmError
-from psm_core.experiments.jobs import JobFolder, JobStatus, error_message
+from psm_core.experiments.jobs import INTERRUPTED, JobFolder, JobStatus, error_message
 from psm_core.experiments.store import ResultStore
 from psm_core.experiments.study import Study
 from psm_core.network.models import load_model
@@ -24,14 +24,19 @@ WRITE_INTERVAL = 0.25
 HISTORY_POINTS = 400
 
 
+class Abandoned(JobCancelled):
+    """The app that asked for the work has gone; nobody could stop or see it."""
+
+
 class Progress:
     """Writes the status of a job as it goes, and stops it when that is asked for."""
 
-    def __init__(self, folder: JobFolder) -> None:
+    def __init__(self, folder: JobFolder, app: int) -> None:
         self.folder = folder
         self.status = replace(folder.read(), state="running", started=time.time(), worker=os.getpid())
         self._history: list[float] = []
         self._layer = ""
+        self._app = app
         self._written = 0.0
         self.write()
 
@@ -50,9 +55,11 @@ class Progress:
         self.write(history=tuple(self._history[::stride]))
 
     def check_cancel(self) -> None:
-        """Raise JobCancelled when the user asked to stop."""
+        """Raise JobCancelled when the user asked to stop, Abandoned when the app has gone."""
         if self.folder.cancel_requested:
             raise JobCancelled
+        if os.getppid() != self._app:
+            raise Abandoned
 
     def on_step(self, layer: str, step: Step) -> None:
         """Receive an iteration of the fit at hand."""
@@ -67,12 +74,15 @@ class Progress:
         self.tick()
 
 
-def run_job(store: ResultStore, job_id: str) -> JobStatus:
-    """Compute the points of a job; what fails for one point is noted, and the rest goes on."""
+def run_job(store: ResultStore, job_id: str, app: int) -> JobStatus:
+    """Compute the points of a job; what fails for one point is noted, and the rest goes on.
+
+    `app` is the process that asked for it: when that is gone, the job is interrupted.
+    """
     folder = JobFolder(store.root, job_id)
     if folder.cancel_requested:
         return folder.read()
-    progress = Progress(folder)
+    progress = Progress(folder, app)
     try:
         request = folder.read_request()
         study = Study(load_model(request.model), store, request.data, request.device)
@@ -94,6 +104,8 @@ def run_job(store: ResultStore, job_id: str) -> JobStatus:
             current="",
             finished=time.time(),
         )
+    except Abandoned:
+        progress.write(state="interrupted", message=INTERRUPTED, finished=time.time())
     except JobCancelled:
         progress.write(state="cancelled", current="", finished=time.time())
     except Exception as error:
@@ -104,13 +116,16 @@ def run_job(store: ResultStore, job_id: str) -> JobStatus:
 
 
 def main() -> None:
-    """Serve jobs until standard input is closed."""
+    """Serve jobs until standard input is closed or the app is gone."""
+    app = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the app's terminal is for the app
     torch.set_flush_denormal(True)
     store = ResultStore(Path(sys.argv[1]))
     for line in sys.stdin:
+        if os.getppid() != app:
+            return
         with contextlib.suppress(FileNotFoundError):  # its folder was deleted meanwhile
-            run_job(store, line.strip())
+            run_job(store, line.strip(), app)
 
 
 if __name__ == "__main__":

@@ -3,60 +3,193 @@
     minimize  ‖W − A·B‖²_F   subject to   nnz(A) + nnz(B) ≤ N,   W of shape m × n,
 
 with the inner dimension and the share of each factor, row and column left free. Truncated SVD (dense
-thin factors), low-rank + sparse ([U I]·[V; S]) and pruning (I·S) are points of this set, so the fit
-starts from a low-rank + sparse split of several times the budget and descends from there: Adam steps,
-between which entries are removed, the cheapest first. Removing entry a_ik at a stationary point costs
-a_ik²·‖row k of B‖², and b_kj costs b_kj²·‖column k of A‖², so all entries compete in one ranking.
+thin factors), low-rank + sparse ([U I]·[V; S]) and pruning (I·S) are points of this set.
+
+The support is searched by annealed exchange, the values by alternating line searches. Around the
+current factors, with E = W − AB, entry a_ik of the support costs a_ik²·‖row k of B‖² to remove, and an
+entry outside lowers the error by (E Bᵀ)_ik² / ‖row k of B‖² when it enters alone; b_kj likewise with
+the columns of A. All entries of both factors, present and absent, compete in one ranking for N places.
+Gains are overrated by a factor γ that falls from above 1 to 0: bold exchanges first, none at the end.
+Between two exchanges each row of A, then each column of B, makes one exact line search along its
+gradient, preconditioned by the norms of the inner units.
 """
 
-import math
-import time
-from collections.abc import Callable
+import warnings
 
 import torch
 from torch import Tensor
 
-Report = Callable[[int, int, float], None]
+from psm_core.methods._palm4msa import Trace
+from psm_core.progress import Report
 
-_START = 4.0  # budget of the start, in budgets
-_LOW_RANK = 0.5  # share of the start that is low-rank
-_PRUNING = 0.6  # share of the steps in which entries are removed
-_RATE = 0.1  # step size over the root mean square of the entries
-_REPORT_EVERY = 0.1  # seconds
+_LOW_RANK = 0.8  # share of the budget that the start spends on low rank, the rest on sparse
+_EXCHANGE = 0.95  # share of the iterations with exchanges
+_ENTRY = 0.5  # an entering entry takes this part of the value which is best for it alone
+_SPARSE = 1 / 8  # density below which a CPU multiplies faster by compressed rows
+_SAMPLE = 1 << 16  # scores that a threshold is estimated from
 
 
 def joint(
     target: Tensor, *, nonzeros: int, Q: int, iterations: int, tolerance: float, seed: int, report: Report
 ) -> list[Tensor]:
-    """One or two sparse factors (two only if Q ≥ 2) with at most ``nonzeros`` entries in total, whose
-    product approximates ``target`` (m × n). The best of this fit, truncated SVD and pruning.
+    """One or (Q ≥ 2) two sparse factors with at most ``nonzeros`` entries in total, whose product
+    approximates ``target`` (m × n): the best of this fit, truncated SVD and pruning.
 
-    ``report(iteration, total, relative_error)`` may raise to stop the fit.
+    ``report(iteration, total, relative_error)`` may raise to stop the fit. Once the support is final, an
+    iteration that lowers the error by less than the fraction ``tolerance`` of it ends the fit.
     """
     target = target.detach()
     info = torch.finfo(target.dtype)
     scale = target.abs().amax().clamp_min(info.tiny)
     unit = target / scale
     unit = unit * (unit.abs() > info.eps**2)  # far below rounding: only a source of denormals
-    norm = torch.linalg.vector_norm(unit).clamp_min(info.tiny)
+    size = unit.square().mean().sqrt().clamp_min(info.tiny)
+    unit, norm = unit / size, max(unit.numel(), 1) ** 0.5
+    trace = Trace(report, iterations)
 
-    mask = _largest(target.abs().flatten(), nonzeros).view_as(target)
-    best = [torch.where(mask, target, 0.0)]
-    error = float(torch.linalg.vector_norm(unit * ~mask) / norm)
+    kept = _largest(target.abs().flatten(), nonzeros).view_as(target)
+    best, error = [target * kept], float(torch.linalg.vector_norm(unit * ~kept)) / norm
     if Q >= 2 and error > 0:
-        unit, root = unit / norm, (scale.sqrt() * norm.sqrt())
-        basis = torch.linalg.svd(unit, full_matrices=False)
-        for A, B in (_low_rank(basis, nonzeros), _descend(unit, basis, nonzeros, iterations, report)):
-            loss = float(torch.linalg.vector_norm(torch.addmm(unit, A, B, alpha=-1)))
-            if loss < error and math.isfinite(loss):
-                used = (A != 0).any(0) & (B != 0).any(1)
-                best, error = [A[:, used] * root, B[used] * root], loss
-    report(iterations, iterations, error)
+        low_rank = _low_rank(unit, nonzeros // sum(target.shape))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Sparse CSR tensor support")
+            exchanged = _exchange(unit, low_rank, nonzeros, iterations, tolerance, trace)
+        for left, right in (low_rank, exchanged):
+            loss = float(torch.linalg.vector_norm(torch.addmm(unit, left, right, alpha=-1))) / norm
+            if loss < error:
+                root = (scale.sqrt() * size.sqrt()).clamp_min(info.tiny)
+                best, error = [left * root, right * root], loss
+    trace.flush()
+    report(trace.done, iterations, error)
     return best
 
 
+def _low_rank(target: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Best factors of this rank or less, (m, r) and (r, n), singular values shared evenly.
+
+    From the eigenvectors of the smaller Gram matrix, sharpened by one subspace iteration.
+    """
+    m, n = target.shape
+    wide = target if m <= n else target.mT
+    rank = min(rank, len(wide))
+    basis = torch.linalg.eigh(wide @ wide.mT).eigenvectors[:, len(wide) - rank :].flip(1)
+    basis = torch.linalg.qr(wide @ (wide.mT @ basis)).Q
+    other = basis.mT @ wide
+    root = torch.linalg.vector_norm(other, dim=1).sqrt()
+    left, right = basis * root, other * torch.where(root > 0, 1 / root, 0.0)[:, None]
+    return (left, right) if m <= n else (right.mT, left.mT)
+
+
+def _start(target: Tensor, low_rank: tuple[Tensor, Tensor], nonzeros: int) -> list[Tensor]:
+    """Low-rank + sparse split W ≈ U·V + S as factors Aᵀ (k × m) and B (k × n) of N non-zeros.
+
+    A·B is [U D]·[V; D⁻¹S], or [U SD⁻¹]·[V; D] for a tall target; D balances the two halves of a unit.
+    """
+    m, n = target.shape
+    rank = int(_LOW_RANK * nonzeros / (m + n))
+    U, V = low_rank[0][:, :rank], low_rank[1][:rank]
+    rest = torch.addmm(target, U, V, alpha=-1)
+    S = rest * _largest(rest.abs().flatten(), max(nonzeros - U.numel() - V.numel(), 1)).view_as(rest)
+    S = S if m <= n else S.mT
+    D = torch.linalg.vector_norm(S, dim=1).sqrt()
+    D = torch.where(D > 0, D, D.mean().clamp_min(torch.finfo(D.dtype).tiny))
+    halves = [torch.diag(D), S / D[:, None]]
+    factors = [
+        torch.cat([thin, half]) for thin, half in zip([U.mT, V], halves[:: 1 if m <= n else -1], strict=True)
+    ]
+    costs = [own.square() * other.square().sum(1, keepdim=True) for own, other in (factors, factors[::-1])]
+    keep = _largest(torch.cat([cost.flatten() for cost in costs]), nonzeros)
+    parts = keep.split([cost.numel() for cost in costs])
+    return [factor * part.view_as(factor) for factor, part in zip(factors, parts, strict=True)]
+
+
+def _exchange(
+    target: Tensor,
+    low_rank: tuple[Tensor, Tensor],
+    nonzeros: int,
+    iterations: int,
+    tolerance: float,
+    trace: Trace,
+) -> tuple[Tensor, Tensor]:
+    """Anneal the support of the start and fit its values; factors A (m × k) and B (k × n)."""
+    tiny = torch.finfo(target.dtype).tiny
+    factors = _start(target, low_rank, nonzeros)
+    boldness = min(1.2 + 8 * nonzeros / target.numel(), 3.0)
+    exchanges, norm, previous = int(_EXCHANGE * iterations), target.numel() ** 0.5, torch.inf
+    masks = [factor != 0 for factor in factors]
+    product = _Product(factors, masks)
+    rest = target - product.of(*factors)
+    for iteration in range(iterations):
+        if 0 < iteration <= exchanges:
+            gamma = boldness * (1 - iteration / exchanges)
+            scores, values = [], []
+            for side, (factor, mask) in enumerate(zip(factors, masks, strict=True)):
+                weight = factors[1 - side].square().sum(1, keepdim=True).clamp_min(tiny)
+                best = product.against(side, factors, rest) / weight
+                scores.append(torch.where(mask, factor, best * gamma**0.5).square_().mul_(weight))
+                values.append(torch.where(mask, factor, best.mul_(_ENTRY)))
+            masks = _places(scores, nonzeros, exact=iteration == exchanges)
+            factors = [value.mul_(mask) for value, mask in zip(values, masks, strict=True)]
+            product = _Product(factors, masks)
+            rest = target - product.of(*factors)
+        for side in (0, 1):
+            weight = factors[1 - side].square().sum(1, keepdim=True).clamp_min(tiny)
+            direction = product.against(side, factors, rest).mul_(masks[side]).div_(weight)
+            change = product.of(*(direction if side == one else factors[one] for one in (0, 1)))
+            length = (rest * change).sum(1 - side) / change.square().sum(1 - side).clamp_min_(tiny)
+            factors[side].addcmul_(direction, length)
+            rest.addcmul_(change, length.unsqueeze(1 - side), value=-1)
+        error = torch.linalg.vector_norm(rest) / norm
+        trace.add(error)
+        if tolerance > 0 and iteration > exchanges:
+            if previous - float(error) < tolerance * previous:
+                break
+            previous = float(error)
+    sizes = [torch.linalg.vector_norm(factor, dim=1) for factor in factors]
+    used = (sizes[0] > 0) & (sizes[1] > 0)
+    balance = (sizes[1][used] / sizes[0][used]).sqrt()[:, None]
+    return (factors[0][used] * balance).mT.contiguous(), factors[1][used] / balance
+
+
+class _Product:
+    """The products of one pair of supports, Aᵀ (k × m) and B (k × n), by compressed rows if they pay."""
+
+    def __init__(self, factors: list[Tensor], masks: list[Tensor]) -> None:
+        self.units = [_Rows(mask) for mask in masks]
+        self.rows = _Rows(masks[0].mT)
+
+    def of(self, left: Tensor, right: Tensor) -> Tensor:
+        """A·B, (m, n)."""
+        return self.rows.times(left.mT, right)
+
+    def against(self, side: int, factors: list[Tensor], rest: Tensor) -> Tensor:
+        """(E·Bᵀ)ᵀ for side 0, (k, m), or Aᵀ·E for side 1, (k, n): downhill for the factor of that side."""
+        return self.units[1 - side].times(factors[1 - side], rest.mT if side == 0 else rest)
+
+
+class _Rows:
+    """Support of a matrix, for its products."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self.shape = mask.shape
+        self.compressed = mask.is_cpu and int(mask.sum()) < _SPARSE * mask.numel()
+        if self.compressed:
+            self.places = mask.reshape(-1).nonzero().squeeze(1)
+            self.columns = (self.places % mask.shape[1]).int()
+            self.starts = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
+
+    def times(self, matrix: Tensor, other: Tensor) -> Tensor:
+        if not self.compressed:
+            return matrix @ other
+        values = matrix.reshape(-1)[self.places]
+        return (
+            torch.sparse_csr_tensor(self.starts, self.columns, values, self.shape, check_invariants=False)
+            @ other
+        )
+
+
 def _largest(score: Tensor, count: int) -> Tensor:
-    """Mask of the ``count`` largest of a vector of scores, exactly, zeros excluded."""
+    """Mask of the ``count`` largest of a vector of scores, never more, zeros excluded."""
     if count >= len(score):
         return score > 0
     keep = torch.zeros_like(score, dtype=torch.bool)
@@ -64,65 +197,14 @@ def _largest(score: Tensor, count: int) -> Tensor:
     return keep & (score > 0)
 
 
-def _low_rank(basis: tuple[Tensor, Tensor, Tensor], nonzeros: int) -> tuple[Tensor, Tensor]:
-    """Truncated SVD of as many floats as ``nonzeros`` allow, singular values shared by both factors."""
-    U, s, V = basis
-    rank = min(nonzeros // (len(U) + V.shape[1]), len(s))
-    root = s[:rank].sqrt()
-    return U[:, :rank] * root, root[:, None] * V[:rank]
-
-
-def _start(target: Tensor, basis: tuple[Tensor, Tensor, Tensor], nonzeros: int) -> tuple[Tensor, Tensor]:
-    """Low-rank + sparse split as one product: [U D]·[V; D⁻¹S], or [U SD⁻¹]·[V; D] for a tall target,
-    where D balances the norms of the two halves of each inner unit."""
-    m, n = target.shape
-    total = int(_START * nonzeros)
-    U, V = _low_rank(basis, min(int(_LOW_RANK * total), (m + n) * (min(m, n) // 2)))
-    rest = torch.addmm(target, U, V, alpha=-1)
-    mask = _largest(rest.abs().flatten(), max(total - U.numel() - V.numel(), nonzeros)).view_as(rest)
-    S = torch.where(mask, rest, 0.0)
-    D = torch.linalg.vector_norm(S, dim=1 if m <= n else 0).sqrt()
-    inverse = torch.where(D > 0, 1 / D, 0.0)
-    if m <= n:
-        return torch.cat([U, torch.diag(D)], 1), torch.cat([V, inverse[:, None] * S])
-    return torch.cat([U, S * inverse], 1), torch.cat([V, torch.diag(D)])
-
-
-def _descend(
-    target: Tensor, basis: tuple[Tensor, Tensor, Tensor], nonzeros: int, steps: int, report: Report
-) -> tuple[Tensor, Tensor]:
-    """Adam steps on the support, which shrinks geometrically to ``nonzeros`` and then stays."""
-    factors = _start(target, basis, nonzeros)
-    A, B = factors
-    masks = [factor != 0 for factor in factors]
-    count = sum(int(mask.sum()) for mask in masks)
-    rms = math.sqrt(sum(float(factor.square().sum()) for factor in factors) / max(count, 1))
-    means = [torch.zeros_like(factor) for factor in factors]
-    squares = [torch.zeros_like(factor) for factor in factors]
-    tiny, reported = torch.finfo(target.dtype).tiny ** 0.5, -1.0
-    for step in range(1, steps + 1):
-        progress = step / steps
-        rate = _RATE * rms * min(1.0, (1 - progress) / (1 - _PRUNING))
-        error = torch.addmm(target, A, B, beta=-1)
-        if time.monotonic() - reported > _REPORT_EVERY:
-            report(step, steps, float(torch.linalg.vector_norm(error)))
-            reported = time.monotonic()
-        for factor, slope, mask, mean, square in zip(
-            factors, (error @ B.mT, A.mT @ error), masks, means, squares, strict=True
-        ):
-            slope.mul_(mask)
-            mean.lerp_(slope, 0.1)
-            square.lerp_(slope.square(), 0.01)
-            scale = (square / (1 - 0.99**step)).sqrt_().add_(tiny)
-            factor.addcdiv_(mean, scale, value=-rate / (1 - 0.9**step)).mul_(mask)
-        if progress <= _PRUNING or step == steps:
-            allowed = int(nonzeros * max(count / nonzeros, 1.0) ** max(0.0, 1 - progress / _PRUNING))
-            cost = torch.cat([
-                (A.square() * B.square().sum(1)).flatten(),
-                (B.square() * A.square().sum(0)[:, None]).flatten(),
-            ])  # fmt: skip
-            keep = _largest(cost, allowed).split([A.numel(), B.numel()])
-            masks = [part.view_as(factor) for part, factor in zip(keep, factors, strict=True)]
-            for factor, mask in zip(factors, masks, strict=True):
-                factor.mul_(mask)
-    return A, B
+def _places(scores: list[Tensor], count: int, exact: bool) -> list[Tensor]:
+    """Masks of the ``count`` largest of all scores; if not ``exact``, by a threshold from a sample."""
+    flat = torch.cat([score.flatten() for score in scores])
+    if exact:
+        keep = _largest(flat, count)
+    else:
+        sample = flat[:: max(1, len(flat) // _SAMPLE)]
+        rank = max(1, len(sample) - round(count * len(sample) / len(flat)))
+        keep = flat > sample.kthvalue(rank).values
+    parts = keep.split([score.numel() for score in scores])
+    return [part.view_as(score) for part, score in zip(parts, scores, strict=True)]

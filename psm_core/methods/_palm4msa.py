@@ -16,7 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Report = Callable[[int, int, float], None]
+from psm_core.progress import Report
+
 Stage = tuple[list[Tensor], Tensor]  # factors of unit norm, λ
 
 CONSTRAINTS = ("splincol", "row", "column", "global")
@@ -36,7 +37,7 @@ def palm4msa(
     returned. Stops after ``iterations``, or once an iteration lowers the relative error by less than
     the fraction ``tolerance`` of it. ``report(iteration, total, relative_error)`` may raise.
     """
-    fit = _Fit(K, constraint, iterations, tolerance, seed, report, total=iterations)
+    fit = _Fit(K, constraint, iterations, tolerance, seed, Trace(report, iterations))
     return _normalized(target, Q, fit, _flat)
 
 
@@ -51,9 +52,7 @@ def hierarchical(
     no product of r such factors needs more.
     """
     total = iterations * max(2 * Q - 3, 1)
-    return _normalized(
-        target, Q, _Fit(K, constraint, iterations, tolerance, seed, report, total), _split
-    )
+    return _normalized(target, Q, _Fit(K, constraint, iterations, tolerance, seed, report, total), _split)
 
 
 def project(matrix: Tensor, K: int, constraint: str) -> Tensor:
@@ -77,41 +76,34 @@ def project(matrix: Tensor, K: int, constraint: str) -> Tensor:
     return matrix * keep
 
 
-class _Fit:
-    """The settings of one fit and its progress, which runs on over the stages."""
+class Trace:
+    """Relative errors of a fit, reported together every tenth of a second: the device is not waited for."""
 
-    def __init__(
-        self,
-        K: int,
-        constraint: str,
-        iterations: int,
-        tolerance: float,
-        seed: int,
-        report: Report,
-        total: int,
-    ) -> None:
-        self.K, self.constraint, self.iterations, self.tolerance = (
-            K,
-            constraint,
-            iterations,
-            tolerance,
-        )
-        self.random = torch.Generator().manual_seed(seed)
+    def __init__(self, report: Report, total: int) -> None:
         self.report, self.total, self.done = report, total, 0
         self.pending: list[Tensor] = []
-        self.reported = -1.0
+        self.flushed = -1.0
 
-    def progress(self, error: Tensor) -> None:
-        """Queue the error of an iteration; losses leave the device together, every tenth of a second."""
+    def add(self, error: Tensor) -> None:
         self.pending.append(error)
-        if time.monotonic() - self.reported > _REPORT_EVERY:
+        if time.monotonic() - self.flushed > _REPORT_EVERY:
             self.flush()
 
     def flush(self) -> None:
         for error in torch.stack(self.pending).tolist() if self.pending else ():
             self.done += 1
             self.report(self.done, self.total, error)
-        self.pending, self.reported = [], time.monotonic()
+        self.pending, self.flushed = [], time.monotonic()
+
+
+class _Fit:
+    """The settings of one fit, shared by its stages."""
+
+    def __init__(
+        self, K: int, constraint: str, iterations: int, tolerance: float, seed: int, trace: Trace
+    ) -> None:
+        self.K, self.constraint, self.iterations, self.tolerance = K, constraint, iterations, tolerance
+        self.random, self.trace = torch.Generator().manual_seed(seed), trace
 
 
 def _normalized(
@@ -128,15 +120,15 @@ def _normalized(
     if Q == 1:
         factors = [project(matrix, fit.K, fit.constraint)]
         lost = torch.linalg.vector_norm((matrix - factors[0]) / scale)
-        fit.total = 1
-        fit.progress(lost / torch.linalg.vector_norm(unit).clamp_min(info.tiny))
+        fit.trace.total = 1
+        fit.trace.add(lost / torch.linalg.vector_norm(unit).clamp_min(info.tiny))
     else:
         unit = unit * (unit.abs() > info.eps**2)  # far below rounding: only a source of denormals
         factors, lam = scheme(unit, Q, fit)
         share = lam.abs().pow(1 / Q) * scale.pow(1 / Q)  # λ·scale itself could overflow
         factors = [factor * share for factor in factors]
         factors[0] = factors[0] * lam.sign()
-    fit.flush()
+    fit.trace.flush()
     return [factor.mT.contiguous() for factor in reversed(factors)] if tall else factors
 
 
@@ -148,9 +140,7 @@ def _split(target: Tensor, Q: int, fit: _Fit) -> Stage:
     factors, lam, sizes = [target], target.new_ones(()), [0]
     for left in range(Q - 1, 0, -1):
         residual, *rest = factors
-        pair, gain = _stage(
-            residual, _start(residual, 2), target.new_ones(()), [fit.K**left, fit.K], fit
-        )
+        pair, gain = _stage(residual, _start(residual, 2), target.new_ones(()), [fit.K**left, fit.K], fit)
         factors, lam, sizes = [*pair, *rest], lam * gain, [fit.K**left, fit.K, *sizes[1:]]
         if rest:
             factors, lam = _stage(target, factors, lam, sizes, fit)
@@ -162,9 +152,7 @@ def _start(target: Tensor, Q: int) -> list[Tensor]:
     return [eye] * (Q - 1) + [torch.zeros_like(target)]
 
 
-def _stage(
-    target: Tensor, factors: list[Tensor], lam: Tensor, sizes: list[int], fit: _Fit
-) -> Stage:
+def _stage(target: Tensor, factors: list[Tensor], lam: Tensor, sizes: list[int], fit: _Fit) -> Stage:
     """Best iterate of ``fit.iterations`` sweeps over ``factors``, from the last (wide) to the first.
 
     The m × n matrices enter four products a sweep only: LᵀL·S and LᵀW in the step of the wide factor
@@ -173,15 +161,11 @@ def _stage(
     *square, wide = factors
     tiny = torch.finfo(target.dtype).tiny
     energy = target.square().sum().clamp_min(tiny)
-    probes = torch.randn(
-        2, len(factors), len(target), generator=fit.random, dtype=torch.float64
-    ).to(target)
+    probes = torch.randn(2, len(factors), len(target), generator=fit.random, dtype=torch.float64).to(target)
     best, best_lam, lowest = list(factors), lam, torch.full_like(lam, torch.inf)
     previous = torch.inf
     for sweep in range(fit.iterations):
-        power = (
-            50 if sweep == 0 else 8
-        )  # power iterations from the singular vectors of the last sweep
+        power = 50 if sweep == 0 else 8  # power iterations from the singular vectors of the last sweep
         lefts = [square[0]]
         for factor in square[1:]:
             lefts.append(lefts[-1] @ factor)
@@ -204,9 +188,7 @@ def _stage(
                 slope, pull = left @ slope, lefts[q - 1].mT @ H
                 bound = bound * _norm(left, probes[1, q], power)
             step = 1 / (_MARGIN * bound).clamp_min(tiny)
-            factor, lam = _unit(
-                project(factor - (slope - pull).mul_(step), sizes[q], fit.constraint), lam
-            )
+            factor, lam = _unit(project(factor - (slope - pull).mul_(step), sizes[q], fit.constraint), lam)
             square[q] = factor
             if q:
                 G, H = factor @ G @ factor.mT, H @ factor.mT
@@ -216,15 +198,13 @@ def _stage(
 
         better = error < lowest  # decided on the device: no wait for the host
         lowest, best_lam = torch.where(better, error, lowest), torch.where(better, lam, best_lam)
-        best = [
-            torch.where(better, new, old) for new, old in zip([*square, wide], best, strict=True)
-        ]
-        fit.progress(error)
+        best = [torch.where(better, new, old) for new, old in zip([*square, wide], best, strict=True)]
+        fit.trace.add(error)
         if fit.tolerance > 0:
             if previous - float(error) < fit.tolerance * previous:
                 break
             previous = float(error)
-    fit.flush()
+    fit.trace.flush()
     return best, best_lam
 
 

@@ -159,7 +159,7 @@ class TrainProduct(Factorization):
         state = x.unsqueeze(1)
         for core in cores:
             # (batch·outs so far, rank, ins left) → the next input mode becomes an output mode.
-            state = state.unflatten(2, (core.shape[2], -1))
+            state = torch.unflatten(state, 2, (core.shape[2], -1))
             state = torch.einsum("paic,aoib->pobc", state, core).flatten(0, 1)
         return state.reshape(batch, math.prod(core.shape[1] for core in cores))
 

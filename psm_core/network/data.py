@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +30,11 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def images(self) -> bool:
+        """Whether a network gets floats (else whole numbers, such as tokens)."""
+        return self.inputs.dtype == torch.uint8 or self.inputs.is_floating_point()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -70,8 +74,9 @@ def load_data(source: str) -> Dataset:
     try:
         with np.load(source, allow_pickle=False) as archive:
             arrays = {key: archive[key] for key in ("x", "y")}
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"'{source}' cannot be read ({error}); expected a .npz with x and y") from None
+    except Exception as error:  # a damaged archive can raise almost anything
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"'{source}' cannot be read ({reason}); expected a .npz with x and y") from None
     return _checked(source, arrays["x"], arrays["y"])
 
 
@@ -84,11 +89,12 @@ def _checked(source: str, x: np.ndarray, y: np.ndarray) -> Dataset:
         )
     if not np.issubdtype(y.dtype, np.integer) or y.min() < 0:
         raise DataError(f"'{source}' holds labels of type {y.dtype}; expected class numbers from 0")
-    is_tokens = np.issubdtype(x.dtype, np.integer) and x.ndim == 2
-    if x.dtype == np.uint8 or is_tokens:
-        inputs = torch.from_numpy(x)
-    elif np.issubdtype(x.dtype, np.floating) and np.isfinite(x).all():
-        inputs = torch.from_numpy(x.astype(np.float32))
-    else:
-        raise DataError(f"'{source}' holds x of type {x.dtype}; expected uint8 or finite floats")
-    return Dataset(source, inputs, torch.from_numpy(y.astype(np.int64)))
+    if np.issubdtype(x.dtype, np.floating):
+        with np.errstate(over="ignore"):
+            x = x.astype(np.float32)
+    is_tokens = np.issubdtype(x.dtype, np.integer) and x.dtype != np.uint8 and x.ndim == 2
+    if is_tokens:
+        x = x.astype(np.int64)
+    if not is_tokens and x.dtype != np.uint8 and not (x.dtype == np.float32 and np.isfinite(x).all()):
+        raise DataError(f"'{source}' holds x of type {x.dtype}; expected uint8, tokens or finite floats")
+    return Dataset(source, torch.from_numpy(x), torch.from_numpy(y.astype(np.int64)))
