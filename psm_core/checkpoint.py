@@ -130,6 +130,7 @@ def verify_checkpoint(path: str | Path, architecture: str = "") -> Verification:
     Raises:
         CheckpointError: it does not reload, or computes something else.
     """
+    read_manifest(path)  # what is missing or damaged needs no other process to be noticed
     done = subprocess.run(
         [sys.executable, "-m", "psm_core.reload", str(path), architecture],
         capture_output=True,

@@ -210,8 +210,9 @@ def _sweep(options: argparse.Namespace) -> None:
 
 def _compress(options: argparse.Namespace) -> None:
     out = Path(options.out)
-    if out.exists() and not out.is_dir():
-        raise ParameterError(f"--out {out} is a file; expected a folder")
+    nearest = next(place for place in (out, *out.parents) if place.exists())
+    if not nearest.is_dir():
+        raise ParameterError(f"--out {out}: '{nearest}' is a file; expected a folder")
     model = _model(options)
     study = Study(model, ResultStore(options.cache), options.data, options.device)
     family, budget = "recipe", None

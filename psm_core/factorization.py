@@ -163,7 +163,8 @@ class Factorization(ABC):
                     )
                 )
             else:
-                moved.append(factor.to(device, dtype))
+                # In the order of the file, so that a reload computes the same bits.
+                moved.append(factor.to(device, dtype).contiguous())
         return replace(self, factors=tuple(moved))
 
     def to_module(self, layer: nn.Module) -> CompressedLayer:

@@ -375,7 +375,7 @@ def test_verification_runs_elsewhere_and_compares_outputs(
 
     expected = reload_checkpoint(written)
     assert expected.difference == 0.0
-    for name in ("load_checkpoint", "reload_checkpoint", "_outputs", "_read"):
+    for name in ("load_checkpoint", "reload_checkpoint", "_outputs", "_load_state"):
         monkeypatch.setattr(checkpoint, name, poisoned)
     monkeypatch.setattr(Factorization, "from_tensors", poisoned)
     result = psm.verify_checkpoint(written)

@@ -125,7 +125,9 @@ def test_what_fails_for_one_point_is_noted_and_the_rest_goes_on(runner: JobRunne
     ]
     status = wait(runner, runner.submit(model, points), ended)
     assert (status.state, status.done, len(status.keys), len(status.problems)) == ("done", 4, 1, 3)
-    for problem, expected in zip(status.problems, ("absent", "rank = 10000", "raise the budget"), strict=True):
+    for problem, expected in zip(
+        status.problems, ("absent", "rank = 10000", "raise the budget"), strict=True
+    ):
         assert expected in problem
     status = wait(runner, runner.submit(model, points[:2]), ended)
     assert status.state == "failed"

@@ -51,6 +51,7 @@ def dense_twin(layer: nn.Module, factorization: Factorization) -> nn.Module:
 def assert_same(found: torch.Tensor, expected: torch.Tensor, what: object = "", limit: float = 1e-9) -> None:
     assert found.shape == expected.shape, what
     assert found.dtype == expected.dtype, what
+    found, expected = found.detach(), expected.detach()
     assert float((found - expected).abs().max()) <= limit * (1 + float(expected.abs().max())), what
 
 
@@ -162,7 +163,7 @@ def test_training_steps_lower_the_loss_and_keep_the_support(setting: str) -> Non
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
     after = [f.to_dense() != 0 for f in small.factorization().factors if isinstance(f, SparseMatrix)]

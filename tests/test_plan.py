@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,13 @@ def test_the_network_really_stores_at_most_the_budget(
 def test_small_layers_stay_dense_up_to_half_of_what_is_left() -> None:
     model = nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(10), nn.Linear(10, 40), nn.Linear(40, 200))
     # 270 of 8,770 floats are fixed: 200 are left at 470 / 8,770 = 0.0536, 1,000 at 0.1448.
-    for fraction, kept in [(0.053, set()), (0.054, {"0"}), (0.144, {"0"}), (0.145, {"0", "2"}), (0.9, {"0", "2"})]:
+    for fraction, kept in [
+        (0.053, set()),
+        (0.054, {"0"}),
+        (0.144, {"0"}),
+        (0.145, {"0", "2"}),
+        (0.9, {"0", "2"}),
+    ]:
         plan = psm.uniform_plan(model, "prune", fraction)
         assert set(plan.kept) == kept, fraction
         assert all("dense" in reason for reason in plan.kept.values())
@@ -91,14 +98,15 @@ def _buffers(model: nn.Module) -> int:
 )
 def test_any_network_at_any_budget(widths: list[int], method: str, fraction: float, bias: bool) -> None:
     with torch.device("meta"):
-        pairs = zip(widths[:-1], widths[1:], strict=True)
-        model = nn.Sequential(*(nn.Linear(a, b, bias=bias) for a, b in pairs))
-    total = sum(a * b + bias * b for a, b in zip(widths[:-1], widths[1:], strict=True))
+        model = nn.Sequential(*(nn.Linear(a, b, bias=bias) for a, b in pairwise(widths)))
+    total = sum(a * b + bias * b for a, b in pairwise(widths))
     try:
         plan = psm.uniform_plan(model, method, fraction)
     except BudgetError as error:
-        assert fraction * total < error.smallest_fraction * total <= total
-        plan, fraction = psm.uniform_plan(model, method, error.smallest_fraction), error.smallest_fraction
+        reachable = error.smallest_fraction
+        plan = psm.uniform_plan(model, method, reachable)
+        assert fraction < reachable <= 1
+        fraction = reachable
     counted = total
     for name, setting in plan.layers.items():
         shape = tuple(model.get_submodule(name).weight.shape)
@@ -192,7 +200,8 @@ def one(setting: object) -> str:
         one({"method": "svd", "params": {"rank": 0}}), one({"method": "svd", "params": {"rank": 1.5}}),
         one({"method": "svd", "params": {"rank": "1"}}), one({"method": "svd", "params": {"rank": None}}),
         one({"method": "svd", "params": {"rank": True}}), one({"method": "svd", "params": {"rank": [1]}}),
-        one({"method": "psm", "params": {"K": float("nan")}}), one({"method": "psm", "params": {"K": 10**400}}),
+        one({"method": "psm", "params": {"K": float("nan")}}),
+        one({"method": "psm", "params": {"K": 10**400}}),
         one({"method": "psm", "params": {"K": 1, "algorithm": ["joint"]}}),
         one({"method": "psm", "params": {"K": 1.5, "algorithm": "palm4msa"}}),
     ],

@@ -154,7 +154,7 @@ class Study:
             dense_parameters=total,
             nbytes=dense_bytes - saved,
             dense_nbytes=dense_bytes,
-            seconds=sum(record.seconds for record, _ in fits.values()),
+            seconds=math.fsum(record.seconds for record, _ in fits.values()),
             device=str(device),
             accuracy=None if result is None else result.accuracy,
             low=None if result is None else result.low,

@@ -99,7 +99,7 @@ def _start(target: Tensor, low_rank: tuple[Tensor, Tensor], nonzeros: int) -> li
     ]
     costs = [own.square() * other.square().sum(1, keepdim=True) for own, other in (factors, factors[::-1])]
     keep = _largest(torch.cat([cost.flatten() for cost in costs]), nonzeros)
-    parts = keep.split([cost.numel() for cost in costs])
+    parts = torch.split(keep, [cost.numel() for cost in costs])
     return [factor * part.view_as(factor) for factor, part in zip(factors, parts, strict=True)]
 
 
@@ -206,5 +206,5 @@ def _places(scores: list[Tensor], count: int, exact: bool) -> list[Tensor]:
         sample = flat[:: max(1, len(flat) // _SAMPLE)]
         rank = max(1, len(sample) - round(count * len(sample) / len(flat)))
         keep = flat > sample.kthvalue(rank).values
-    parts = keep.split([score.numel() for score in scores])
+    parts = torch.split(keep, [score.numel() for score in scores])
     return [part.view_as(score) for part, score in zip(parts, scores, strict=True)]

@@ -51,8 +51,8 @@ def hierarchical(
     While r factors are still to come out of the residual, it may hold Kʳ entries where they hold K:
     no product of r such factors needs more.
     """
-    total = iterations * max(2 * Q - 3, 1)
-    return _normalized(target, Q, _Fit(K, constraint, iterations, tolerance, seed, report, total), _split)
+    trace = Trace(report, iterations * max(2 * Q - 3, 1))
+    return _normalized(target, Q, _Fit(K, constraint, iterations, tolerance, seed, trace), _split)
 
 
 def project(matrix: Tensor, K: int, constraint: str) -> Tensor:
@@ -217,7 +217,7 @@ def _unit(factor: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
 
 def _norm(gram: Tensor, probe: Tensor, steps: int) -> Tensor:
     """Largest eigenvalue of a positive semidefinite matrix by power iteration; ``probe`` is updated."""
-    size = torch.linalg.vector_norm(probe)
+    size: Tensor = torch.linalg.vector_norm(probe)
     for _ in range(steps):
         probe.copy_(gram @ (probe / size.clamp_min(torch.finfo(gram.dtype).tiny)))
         size = torch.linalg.vector_norm(probe)

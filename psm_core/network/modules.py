@@ -129,7 +129,7 @@ class CompressedLayer(nn.Module):
                 self.register_buffer(f"columns_{i}", factor.columns)
                 self.register_buffer(f"row_starts_{i}", factor.row_starts)
             else:
-                self.register_parameter(f"factor_{i}", nn.Parameter(factor.clone().contiguous()))
+                self.register_parameter(f"factor_{i}", nn.Parameter(factor.clone()))
         self.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach().clone())
         self.train(layer.training)
         for name in ("in_features", "out_features", "in_channels", "out_channels"):
