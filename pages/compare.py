@@ -20,9 +20,9 @@ TABLE = "compare_table"
 
 def choose_view(network: resources.Network, frame: pd.DataFrame) -> pd.DataFrame:
     """The records to draw: of one layer or the whole network, of the chosen methods."""
-    places = [NETWORK, *(name for name in network.shapes if name in set(frame["layer"]))]
+    places = [name for name in (NETWORK, *network.shapes) if name in set(frame["layer"])] or [NETWORK]
     layer = memory.recall("layer", NETWORK)
-    memory.project("layer_choice", layer if layer in places else NETWORK)
+    memory.project("layer_choice", layer if layer in places else places[0])
     left, right = st.columns([2, 3])
     left.selectbox(
         "Show",
@@ -193,16 +193,14 @@ with page(
     if status is not None and status.id == job_id and skipped:
         with st.expander(f"{text.count(len(skipped), 'combination')} cannot meet its budget"):
             st.markdown("\n".join(f"- {reason}" for reason in skipped))
-    frame = resources.store().query(model_hash=network.study.hash)
-    compressed = frame[(frame["layer"] != NETWORK) | (frame["method"] != "dense")]
-    if compressed.empty and status is None:
-        empty(network)
-    elif compressed.empty:
-        st.info("The first results are on their way.", icon=":material/hourglass_top:")
-    else:
-        view = choose_view(network, frame)
+    if network.has_results():
+        view = choose_view(network, network.study.records())
         if view.empty:
             st.info("Choose at least one method above.", icon=":material/arrow_upward:")
         else:
             draw(view)
+    elif status is None:
+        empty(network)
+    else:
+        st.info("The first results are on their way.", icon=":material/hourglass_top:")
     sweep_form(network)

@@ -14,6 +14,7 @@ from psm_core import plots
 from psm_core.checkpoint import FILE_NAME
 from psm_core.experiments.plan import uniform_plan
 from psm_core.experiments.record import NETWORK, Record
+from psm_core.experiments.study import Point
 from psm_core.methods import METHODS
 from psm_core.methods.base import Method
 
@@ -26,7 +27,7 @@ SOURCES = {
 
 def choose(network: resources.Network) -> exports.Choice | None:
     """The recipe to export."""
-    memory.project("source_choice", memory.recall("from", "result"))
+    memory.project("source_choice", memory.recall_choice("from", SOURCES, "result"))
     source = st.segmented_control(
         "Export", list(SOURCES), format_func=SOURCES.__getitem__, key="source_choice",
         required=True,
@@ -46,8 +47,7 @@ def from_result(network: resources.Network) -> exports.Choice | None:
         )
         return None
     keys = {record.key: record for record in records}
-    key = memory.recall("selected", records[0].key)
-    memory.project("result_choice", key if key in keys else records[0].key)
+    memory.project("result_choice", memory.recall_choice("selected", keys, records[0].key))
     st.selectbox(
         "Result, the most accurate first",
         list(keys),
@@ -56,7 +56,7 @@ def from_result(network: resources.Network) -> exports.Choice | None:
         on_change=lambda: memory.remember("selected", st.session_state["result_choice"]),
     )
     record = keys[st.session_state["result_choice"]]
-    return exports.Choice(exports.plan_of(record), record.method, record.params["budget"])
+    return exports.Choice(exports.plan_of(record), record.params["budget"])
 
 
 def _result_text(record: Record) -> str:
@@ -81,12 +81,12 @@ def from_uniform(network: resources.Network) -> exports.Choice:
         format_func=lambda value: f"{value:g} %",
     )
     plan = uniform_plan(network.model, method, percent / 100)
-    return exports.Choice(plan.layers, method, percent / 100)
+    return exports.Choice(plan.layers, percent / 100)
 
 
 def from_layers(network: resources.Network) -> exports.Choice | None:
     """A stored result for each layer, or the layer left dense."""
-    frame = resources.store().query(model_hash=network.study.hash)
+    frame = network.study.records()
     frame = frame[frame["layer"] != NETWORK]
     if frame.empty:
         st.info("No layer was factorized yet; the Factorize page does that.", icon=":material/inbox:")
@@ -108,7 +108,7 @@ def from_layers(network: resources.Network) -> exports.Choice | None:
         )
         if key:
             plan[name] = exports.method_of(rows[key])
-    return exports.Choice(plan, "recipe", None) if plan else None
+    return exports.Choice(plan) if plan else None
 
 
 def _row_text(row: dict[str, Any]) -> str:
@@ -120,7 +120,7 @@ def _row_text(row: dict[str, Any]) -> str:
 
 def show_recipe(network: resources.Network, choice: exports.Choice) -> None:
     """The settings layer by layer, and the totals before and after."""
-    record = exports.known_record(network, choice.plan)
+    record = network.study.known(choice.plan)
     dense = network.dense()
     stored = exports.stored_floats(network, choice.plan) if record is None else record.parameters
     cells = st.columns(3)
@@ -150,7 +150,7 @@ def show_recipe(network: resources.Network, choice: exports.Choice) -> None:
         help="Top-1. " + (text.accuracy(record).capitalize() if record else "Not measured yet."),
     )  # fmt: skip
     if record is not None and record.accuracy is not None:
-        st.caption(f"Accuracy on `{record.data}`: {text.interval(record)}. "
+        st.caption(f"Accuracy on {text.data(record)}: {text.interval(record)}. "
                    f"Dense: {text.accuracy(dense)}.")  # fmt: skip
     rows = []
     for row in network.rows:
@@ -163,7 +163,7 @@ def show_recipe(network: resources.Network, choice: exports.Choice) -> None:
             {
                 "Layer": row.name,
                 "Method": "stays dense" if method is None else plots.title(method.name),
-                "Setting": "" if method is None else exports.setting(method),
+                "Setting": "" if method is None else method.setting,
                 "Floats before": dense_floats,
                 "Floats after (↓)": after,
                 "Kept, % (↓)": 100 * after / dense_floats,
@@ -186,13 +186,13 @@ def build(network: resources.Network, choice: exports.Choice) -> None:
     """Compute what is missing, write the checkpoint, verify it, and offer it."""
     folder = exports.folder(network, choice)
     done = exports.read_verified(folder)
-    known = exports.known_record(network, choice.plan)
+    known = network.study.known(choice.plan)
     if done is None:
         label = "Build and verify" if known else "Compute, build and verify"
         if st.button(label, type="primary", icon=":material/verified:", key="build_button"):
             st.session_state["build_wanted"] = folder.name
             if known is None:
-                jobs.submit(network, [exports.point(choice)], "build")
+                jobs.submit(network, [Point(NETWORK, plan=choice.plan, budget=choice.budget)], "build")
                 st.rerun()
     status = jobs.panel("build")
     if done is None and known and st.session_state.get("build_wanted") == folder.name:

@@ -87,9 +87,8 @@ def settings(
 
 def results(network: resources.Network, status: JobStatus) -> None:
     """What the job has given so far: errors, sizes, convergence."""
-    store = resources.store()
-    frame = store.query(model_hash=network.study.hash)
-    frame = frame[frame["key"].isin(status.keys) & (frame["layer"] != NETWORK)]
+    kept = network.study.records()
+    frame = kept[kept["key"].isin(status.keys) & (kept["layer"] != NETWORK)]
     if frame.empty:
         return
     began = pd.Timestamp(status.submitted, unit="s", tz="UTC").floor("s")
@@ -108,19 +107,18 @@ def results(network: resources.Network, status: JobStatus) -> None:
     layer = frame["layer"].iloc[0]
     if frame["layer"].nunique() > 1:
         layer = left.selectbox("Layer of the charts", list(frame["layer"].unique()))
-    of_layer = store.query(model_hash=network.study.hash, layer=layer)
     with left:
         st.markdown(f"**Error against size, all kept results of {layer}**")
         st.plotly_chart(
-            plots.trade_off(of_layer), key="layer_trade_off",
+            plots.trade_off(kept[kept["layer"] == layer]), key="layer_trade_off",
             config={"displaylogo": False},
         )  # fmt: skip
     with right:
         st.markdown("**Convergence**")
         histories = {}
         for row in frame[frame["layer"] == layer].head(CURVES).to_dict("records"):
-            fitted = store.factors(row["key"])
-            if fitted is not None and len(fitted.history) > 2:
+            fitted = resources.store().factors(row["key"])
+            if fitted is not None and len(fitted.history) > 1:
                 histories[str(fitted.method)] = (row["method"], fitted.history)
         if histories:
             st.plotly_chart(plots.convergence(histories), key="convergence", config={"displayModeBar": False})

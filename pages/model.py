@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import streamlit as st
 
-from pages._ui import exports, memory, quick, resources, text
+from pages._ui import memory, quick, resources, text
 from pages._ui.shell import go, page
 from psm_core import plots
 from psm_core.experiments.record import Record
@@ -33,7 +33,7 @@ def summary(network: resources.Network, dense: Record | None) -> None:
         "Dense accuracy (↑ better)",
         "measuring …" if not dense else "–" if dense.accuracy is None else f"{dense.accuracy:.2%}",
         border=True,
-        help="Top-1, on labelled inputs that were never used for training.",
+        help=f"Top-1, on {text.data(dense)}." if dense and dense.data else "Top-1.",
     )
     cells[3].metric(
         "Can be compressed",
@@ -46,7 +46,7 @@ def summary(network: resources.Network, dense: Record | None) -> None:
     elif dense.accuracy is None:
         st.caption("This network has no labelled data; errors of its weights can still be compared.")
     else:
-        st.caption(f"Accuracy on `{dense.data}`: {text.interval(dense)}.")
+        st.caption(f"Accuracy on {text.data(dense)}: {text.interval(dense)}.")
 
 
 def first_step(network: resources.Network) -> None:
@@ -73,7 +73,7 @@ def layer_table(network: resources.Network) -> list[str]:
             "Parameters": [row.parameters for row in rows],
             "Share": [100 * row.share for row in rows],
             "MACs": pd.array([row.macs for row in rows], dtype="Int64"),
-            "Compressible": ["yes" if row.compressible else f"no: {row.reason}" for row in rows],
+            "Compressible, or why not": [row.reason or "yes" for row in rows],
         }
     )
     state = st.dataframe(
@@ -83,17 +83,17 @@ def layer_table(network: resources.Network) -> list[str]:
         on_select="rerun",
         selection_mode="multi-row",
         column_config={
-            "Layer": st.column_config.TextColumn(width=150),
-            "Kind": st.column_config.TextColumn(width=95),
+            "Layer": st.column_config.TextColumn(width=130),
+            "Kind": st.column_config.TextColumn(width=100),
             "Shape": st.column_config.TextColumn(width=95),
-            "Parameters": st.column_config.NumberColumn(format="localized", width=90),
-            "Share": st.column_config.ProgressColumn(
-                "Share, %", min_value=0, max_value=100, format="%.1f",
-                help="Part of the network's parameters.",
+            "Parameters": st.column_config.NumberColumn(format="localized", width=85),
+            "Share": st.column_config.NumberColumn(
+                "Share, %", format="%.1f", width=70, help="Part of the network's parameters."
             ),
             "MACs": st.column_config.NumberColumn(
                 format="localized", width=90, help="Multiply-accumulates for one input (↓ cheaper)."
             ),
+            "Compressible, or why not": st.column_config.TextColumn(width=285),
         },
         placeholder="–",
     )  # fmt: skip
@@ -121,7 +121,7 @@ with page(
     "How small can this network get, with which factorization, at what cost?",
 ) as network:
     top = st.empty()
-    known = exports.known_record(network, {})
+    known = network.study.known({})
     with top.container():
         summary(network, known)
     first_step(network)

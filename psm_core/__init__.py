@@ -1,7 +1,7 @@
 """psm_core: how small can a trained network get, by which factorization, and at what cost?"""
 
 from psm_core import errors
-from psm_core.checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
+from psm_core.checkpoint import load_checkpoint, load_model, save_checkpoint, verify_checkpoint
 from psm_core.experiments.evaluation import evaluate
 from psm_core.experiments.plan import uniform_plan
 from psm_core.experiments.record import Record
@@ -17,7 +17,6 @@ from psm_core.methods.tucker import Tucker
 from psm_core.network.compress import compress
 from psm_core.network.data import load_data
 from psm_core.network.layers import layers
-from psm_core.network.models import load_model
 from psm_core.progress import JobCancelled, Step
 
 __all__ = [

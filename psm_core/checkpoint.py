@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from psm_core.errors import CheckpointError, PsmError
+from psm_core.errors import CheckpointError, PsmError, first_line
 from psm_core.experiments.evaluation import default_data
 from psm_core.experiments.record import library_versions
 from psm_core.factorization import Factorization
@@ -30,10 +30,10 @@ from psm_core.files import write_atomically
 from psm_core.methods import method_from_json
 from psm_core.network.compress import compressed_layers, replace_layer, stored_parameters
 from psm_core.network.layers import get_layer
-from psm_core.network.models import build_model, card_of, set_card, tensors_hash
+from psm_core.network.models import build_model, card_of, evaluating, set_card, tensors_hash
 
 SCHEMA = 1
-MANIFEST = {"source": str, "base_hash": str, "layers": dict, "dtypes": dict, "aliases": dict}
+MANIFEST = {"source": str, "base_hash": str, "layers": dict, "dtypes": dict, "aliases": dict, "probe": dict}
 FILE_NAME = "model.safetensors"
 PROBE_INPUTS = 8
 PROBE_VALUES = 4096
@@ -45,7 +45,7 @@ class Verification:
     """What a reload showed: the largest output difference on `inputs`, and the file's size.
 
     `difference` is the largest |y − y′| over the outputs kept when the file was written, divided by
-    their largest magnitude; None where the network had no inputs to try.
+    their largest magnitude; None where there were none, and `inputs` says why.
     """
 
     path: str
@@ -78,9 +78,9 @@ def save_checkpoint(model: nn.Module, path: str | Path) -> Path:
     if os.path.isdir(target) or not target.suffix:
         target = target / FILE_NAME
     tensors, manifest = _contents(model)
-    probe = _probe(model)
-    if probe is not None:
-        manifest["probe"], tensors["probe"] = probe
+    manifest["probe"], outputs = _probe(model)
+    if outputs is not None:
+        tensors["probe"] = outputs
     manifest["sha256"] = _digest(tensors, manifest)
     content = save(tensors, metadata={"psm_core": json.dumps(manifest)})
     try:
@@ -88,6 +88,37 @@ def save_checkpoint(model: nn.Module, path: str | Path) -> Path:
     except OSError as error:
         raise CheckpointError(f"'{target}' cannot be written: {error.strerror}") from error
     return target
+
+
+def save_verified(model: nn.Module, folder: str | Path) -> Verification:
+    """Write a network to `folder`, once a fresh process has reloaded it; what was there stays till then.
+
+    Raises:
+        CheckpointError: it cannot be written, does not reload, or computes something else.
+    """
+    target = Path(folder) / FILE_NAME
+    unverified = target.with_name(f"unverified-{os.getpid()}.safetensors")
+    try:
+        result = verify_checkpoint(save_checkpoint(model, unverified))
+        os.replace(unverified, target)
+    finally:
+        unverified.unlink(missing_ok=True)
+    return replace(result, path=str(folder))
+
+
+def load_model(source: str) -> nn.Module:
+    """A network in evaluation mode on the CPU, with its card.
+
+    Sources: `demo:NAME` (shipped, trained), `torchvision:NAME`, `timm:NAME`, `hf:NAME` (pretrained
+    weights where they can be had, else random ones, and the card's notice says so),
+    `package.module:callable` (called without arguments), or the path of a compressed checkpoint.
+
+    Raises:
+        UnknownNameError: no such model.
+        ModelError: the string is of no known form, or the model cannot be built.
+        CheckpointError: the path is not a sound checkpoint.
+    """
+    return load_checkpoint(source) if os.path.exists(source) else build_model(source, weights=True)
 
 
 def load_checkpoint(path: str | Path, architecture: nn.Module | str = "") -> nn.Module:
@@ -103,7 +134,7 @@ def load_checkpoint(path: str | Path, architecture: nn.Module | str = "") -> nn.
     if isinstance(architecture, nn.Module):
         model = copy.deepcopy(architecture)
     else:
-        model = _build(architecture or manifest["source"], path)
+        model = _build(architecture or manifest["source"], path, str(manifest.get("class", "")))
     try:
         for name, layout in manifest["layers"].items():
             parts = _below(tensors, f"factors:{name}:")
@@ -120,7 +151,7 @@ def load_checkpoint(path: str | Path, architecture: nn.Module | str = "") -> nn.
     except CheckpointError as error:
         raise CheckpointError(f"'{path}' is damaged: {error}") from error
     except (PsmError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"'{path}' does not fit its architecture: {_line(error)}") from error
+        raise CheckpointError(f"'{path}' does not fit its architecture: {first_line(error)}") from error
     return set_card(model, base_hash=manifest["base_hash"], path=str(path)).eval()
 
 
@@ -158,9 +189,10 @@ def reload_checkpoint(path: str | Path, architecture: str = "") -> Verification:
     """
     manifest, tensors = _read(Path(path))
     model = load_checkpoint(path, architecture)
-    difference, inputs = None, "no inputs known"
-    if "probe" in manifest:
-        probe, expected = manifest["probe"], tensors["probe"].double()
+    probe = manifest["probe"]
+    difference, inputs = None, str(probe.get("none", ""))
+    if not inputs:
+        expected = tensors["probe"].double()
         largest = float(expected.abs().max()) or 1.0
         found = _outputs(model, probe).double()
         difference = float((found - expected).abs().max()) / largest
@@ -227,22 +259,26 @@ def _contents(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, manifest
 
 
-def _probe(model: nn.Module) -> tuple[dict[str, Any], Tensor] | None:
-    """What is needed to repeat a few outputs, and the outputs; None where nothing can be run."""
+def _probe(model: nn.Module) -> tuple[dict[str, Any], Tensor | None]:
+    """What is needed to repeat a few outputs, and the outputs; or why there are none."""
     card = card_of(model)
-    probe = {"data": card.data, "shape": list(card.input_shape or ()), "count": PROBE_INPUTS}
     if not card.data and not card.input_shape:
-        return None
-    if not card.data:
-        probe["count"] = 1
+        return {"none": "no inputs are known to compare outputs"}, None
+    probe = {
+        "data": card.data,
+        "shape": list(card.input_shape or ()),
+        "count": PROBE_INPUTS if card.data else 1,
+    }
     try:
         return probe, _outputs(model, probe)
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
-        return None  # a network that cannot run such inputs is verified by its tensors alone
+    except Exception as error:  # whatever the model's own code raises
+        return {"none": f"the network does not run on the inputs that are known: {first_line(error)}"}, None
 
 
 def _outputs(model: nn.Module, probe: Mapping[str, Any]) -> Tensor:
-    """The first values that the network computes on the probe's inputs."""
+    """The first values that the network computes on the probe's inputs, on the CPU as in a reload."""
+    if next(model.parameters()).device.type != "cpu":
+        model = copy.deepcopy(model).cpu()
     data = default_data(model, str(probe["data"]))
     count = int(probe["count"])
     if data is not None:
@@ -250,14 +286,8 @@ def _outputs(model: nn.Module, probe: Mapping[str, Any]) -> Tensor:
     else:
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(count, *(int(n) for n in probe["shape"]), generator=generator)
-    first = next(model.parameters())
-    training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            output = model(inputs.to(first.device, first.dtype))
-    finally:
-        model.train(training)
+    with evaluating(model), torch.inference_mode():
+        output = model(inputs.to(next(model.parameters()).dtype))
     while not isinstance(output, Tensor):
         output = next(iter(output.values() if isinstance(output, Mapping) else output))
     return output.detach().flatten()[:PROBE_VALUES].float().cpu().clone()
@@ -273,7 +303,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             metadata = opened.metadata() or {}
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"'{file}' is not a sound safetensors file: {_line(error)}") from None
+        raise CheckpointError(f"'{file}' is not a sound safetensors file: {first_line(error)}") from None
     if "psm_core" not in metadata:
         raise CheckpointError(f"'{file}' holds weights but no psm_core manifest; expected a checkpoint")
     try:
@@ -290,11 +320,12 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return manifest, tensors
 
 
-def _build(source: str, path: str | Path) -> nn.Module:
+def _build(source: str, path: str | Path, kind: str) -> nn.Module:
     """The architecture, with weights that are about to be replaced."""
     if not source:
         raise CheckpointError(
-            f"'{path}' does not name its architecture; give it: load_checkpoint(path, architecture=…)"
+            f"'{path}' does not say how to build its network, a {kind}; give it one with "
+            "load_checkpoint(path, architecture=…)"
         )
     try:
         return build_model(source, weights=False)
@@ -326,7 +357,3 @@ def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def _digest(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> str:
     """SHA-256 over the manifest and the tensors."""
     return tensors_hash(tensors, json.dumps(manifest, sort_keys=True))
-
-
-def _line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

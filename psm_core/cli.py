@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from psm_core.checkpoint import FILE_NAME, save_checkpoint, verify_checkpoint
+from psm_core.checkpoint import FILE_NAME, load_model, save_verified, verify_checkpoint
 from psm_core.errors import ParameterError, PsmError
 from psm_core.experiments.evaluation import evaluate
 from psm_core.experiments.plan import read_recipe, uniform_plan, write_recipe
@@ -26,10 +26,10 @@ from psm_core.experiments.store import ResultStore
 from psm_core.experiments.study import Study, sweep_points
 from psm_core.files import write_atomically
 from psm_core.methods import METHODS, get_method
-from psm_core.methods.base import Method, shape_text
+from psm_core.methods.base import Method, choose_device, shape_text
 from psm_core.network.compress import compressed_layers
-from psm_core.network.layers import LayerRow, layers
-from psm_core.network.models import card_of, load_model
+from psm_core.network.layers import LayerRow, get_layer, layers
+from psm_core.network.models import card_of
 from psm_core.progress import JobCancelled, Step
 
 
@@ -215,7 +215,6 @@ def _compress(options: argparse.Namespace) -> None:
         raise ParameterError(f"--out {out}: '{nearest}' is a file; expected a folder")
     model = _model(options)
     study = Study(model, ResultStore(options.cache), options.data, options.device)
-    family, budget = "recipe", None
     if options.recipe:
         if options.fraction is not None:
             raise ParameterError("--fraction goes with --method; a recipe has its own budgets")
@@ -223,25 +222,19 @@ def _compress(options: argparse.Namespace) -> None:
     else:
         if options.fraction is None:
             raise ParameterError("--method needs --fraction, such as --fraction 0.1")
-        family, budget = options.method, options.fraction
-        plan = uniform_plan(model, family, budget).layers
-    record = study.network(plan, family, budget, lambda name, step: _step_line(name)(step))
+        plan = uniform_plan(model, options.method, options.fraction).layers
+    record = study.network(plan, options.fraction, lambda name, step: _step_line(name)(step))
     _clear_line()
-    file = save_checkpoint(study.compressed(plan), out / FILE_NAME)
+    result = save_verified(study.compressed(plan), out)
     write_recipe(out / "recipe.json", plan, card_of(model).source)
-    try:
-        result = verify_checkpoint(out)
-    except PsmError:
-        file.unlink()  # what cannot be reloaded is not handed over
-        raise
     if options.json:
         document = record.to_json() | {"path": str(out), "file_nbytes": result.nbytes}
         print(json.dumps(document | {"difference": result.difference}, indent=2))
         return
-    print(f"{file}: {result.nbytes:,} bytes, from {record.dense_nbytes:,} "
+    print(f"{out / FILE_NAME}: {result.nbytes:,} bytes, from {record.dense_nbytes:,} "
           f"({record.dense_nbytes / result.nbytes:.1f}× smaller)")  # fmt: skip
     print(f"  parameters  {record.parameters:,} of {record.dense_parameters:,} ({record.fraction:.2%})")
-    print(f"  layers      {len(plan)} compressed by {family}; see recipe.json")
+    print(f"  layers      {len(plan)} compressed by {record.method}; see recipe.json")
     if record.accuracy is not None:
         print(f"  accuracy    {_accuracy(record.accuracy, record.low, record.high, record.samples)}")
     print(f"  verified    {_difference(result.difference, result.inputs)}")
@@ -249,8 +242,6 @@ def _compress(options: argparse.Namespace) -> None:
 
 def _evaluate(options: argparse.Namespace) -> None:
     model = _model(options)
-    from psm_core.methods.base import choose_device
-
     model = model.to(choose_device(options.device, next(iter(model.parameters()))))
     result = evaluate(model, options.data, lambda done, total: _line(f"{done}/{total}"))
     _clear_line()
@@ -283,8 +274,6 @@ def _model(options: argparse.Namespace) -> nn.Module:
 
 
 def _method(options: argparse.Namespace, model: nn.Module) -> Method:
-    from psm_core.network.layers import get_layer
-
     kind = get_method(options.method)
     values = dict(_assignment(kind, text) for text in options.set)
     if options.fraction is None:
@@ -345,7 +334,7 @@ def _accuracy(accuracy: float, low: float | None, high: float | None, samples: i
 
 def _difference(difference: float | None, inputs: str) -> str:
     if difference is None:
-        return "the tensors reload; no inputs are known to compare outputs"
+        return f"the tensors reload; {inputs}"
     return f"largest difference {difference:.1e} of the output's size, on {inputs}"
 
 

@@ -43,6 +43,10 @@ class UnknownNameError(PsmError, LookupError):
         super().__init__(f"unknown {what} '{name}'; {lead}: {listing}{more}")
 
 
+class FitError(PsmError):
+    """A factorization could not be computed (no convergence, out of memory)."""
+
+
 class ModelError(PsmError):
     """A model could not be loaded or run."""
 
@@ -57,3 +61,8 @@ class CheckpointError(PsmError):
 
 class StoreError(PsmError):
     """The result store cannot be read or written."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, as one line."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from psm_core.errors import CheckpointError
+from psm_core.errors import CheckpointError, first_line
 from psm_core.network.modules import CompressedLayer, ConvGeometry, mix_channels
 from psm_core.sparse import SparseMatrix
 
@@ -143,11 +143,18 @@ class Factorization(ABC):
                     [torch.empty(tuple(f.shape)) for f in factors], rebuilt.shape
                 ).shape
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
-            detail = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise CheckpointError(f"stored factors do not fit their description: {detail}") from None
+            raise CheckpointError(
+                f"stored factors do not fit their description: {first_line(error)}"
+            ) from None
         if tuple(expected) != rebuilt.shape:
             raise CheckpointError(f"stored factors multiply to {tuple(expected)}, not {rebuilt.shape}")
         return rebuilt
+
+    def scaled(self, exponent: int) -> Factorization:
+        """The factors of 2^exponent · Ŵ, whole powers of two shared evenly: exact in floating point."""
+        share, rest = divmod(exponent, len(self.factors))
+        powers = [share + (i < rest) for i in range(len(self.factors))]
+        return replace(self, factors=tuple(map(_times_power, self.factors, powers)))
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Factorization:
         """The same factors on another device or in another floating type."""
@@ -166,6 +173,14 @@ class Factorization(ABC):
                 # In the order of the file, so that a reload computes the same bits.
                 moved.append(factor.to(device, dtype).contiguous())
         return replace(self, factors=tuple(moved))
+
+    def detach(self) -> Factorization:
+        """The same factors, cut off from any autograd graph."""
+        cut = [
+            replace(f, values=f.values.detach()) if isinstance(f, SparseMatrix) else f.detach()
+            for f in self.factors
+        ]
+        return replace(self, factors=tuple(cut))
 
     def to_module(self, layer: nn.Module) -> CompressedLayer:
         """A module in place of `layer` (Linear or Conv2d) that stores and computes with the factors.
@@ -214,3 +229,10 @@ class MatrixProduct(Factorization):
         for factor in reversed(factors[:-1]):
             x = mix_channels(factor, x)
         return x
+
+
+def _times_power(factor: Factor, exponent: int) -> Factor:
+    """2^exponent times a factor."""
+    if isinstance(factor, SparseMatrix):
+        return replace(factor, values=factor.values * 2.0**exponent)
+    return factor * 2.0**exponent

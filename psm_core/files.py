@@ -33,9 +33,16 @@ def remove_abandoned(root: Path) -> None:
             part.unlink(missing_ok=True)
 
 
-def process_alive(pid: int) -> bool:
-    """Whether a process of this number runs."""
+def process_alive(pid: int, started: float | None = None) -> bool:
+    """Whether a process of this number runs; the one that began at `started`, where that is known."""
     try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+        process = psutil.Process(pid)
+        is_same = started is None or abs(process.create_time() - started) < 1
+        return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def process_started(pid: int) -> float:
+    """When a process began, in seconds since 1970: numbers are given again, moments are not."""
+    return float(psutil.Process(pid).create_time())

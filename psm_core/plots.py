@@ -107,8 +107,7 @@ def _setting_text(method: str, params_json: str) -> str:
     params = json.loads(params_json)
     if "plan" in params:
         return f"{len(params['plan'])} layers compressed" if params["plan"] else "as trained"
-    text = str(method_from_json({"method": method, "params": params}))
-    return text.removeprefix(title(method)).strip(" ()")
+    return method_from_json({"method": method, "params": params}).setting
 
 
 def trade_off(
@@ -194,7 +193,7 @@ def _hover(row: Mapping[Any, Any]) -> str:
     if pd.notna(row["accuracy"]):
         lines.append(
             f"accuracy {row['accuracy']:.2%} (95 % interval {row['low']:.2%} to "
-            f"{row['high']:.2%}, n = {row['samples']:,.0f})"
+            f"{row['high']:.2%}, n = {row['samples']:,.0f} of {row['data']})"
         )
     lines.append(f"fitted in {row['seconds']:.2f} s on {row['device']}")
     return "<br>".join(lines)
@@ -206,7 +205,7 @@ def convergence(histories: Mapping[str, tuple[str, Sequence[float]]]) -> go.Figu
     for label, (method, history) in histories.items():
         figure.add_scatter(
             x=list(range(1, len(history) + 1)), y=list(history), name=label,
-            mode="lines" if len(history) > 2 else "markers",
+            mode="lines" if len(history) > 1 else "markers",
             line={"color": colour(method)}, marker={"symbol": symbol(method), "size": 7},
             hovertemplate="iteration %{x}: relative error %{y:.4f}<extra>%{fullData.name}</extra>",
         )  # fmt: skip
@@ -223,7 +222,7 @@ def live_error(history: Sequence[float], method: str = "") -> go.Figure:
     return figure.update_layout(height=190, showlegend=False)
 
 
-def layer_bars(rows: Sequence[LayerRow], selected: Collection[str] = ()) -> go.Figure:
+def layer_bars(rows: Sequence[LayerRow]) -> go.Figure:
     """Parameters by layer, in the network's order; layers that must stay dense in grey."""
     figure = go.Figure()
     for compressible, name, tint in (
@@ -237,10 +236,7 @@ def layer_bars(rows: Sequence[LayerRow], selected: Collection[str] = ()) -> go.F
             x=[row.name for row in group],
             y=[row.parameters for row in group],
             name=name,
-            marker={
-                "color": tint,
-                "opacity": [1 if not selected or row.name in selected else 0.4 for row in group],
-            },
+            marker={"color": tint},
             customdata=[(row.kind, f"{row.share:.2%}", row.reason) for row in group],
             hovertemplate="<b>%{x}</b> (%{customdata[0]})<br>%{y:,} parameters, %{customdata[1]} of "
             "the network<br>%{customdata[2]}<extra></extra>",

@@ -20,4 +20,10 @@ class Step:
 
 
 OnStep = Callable[[Step], None]
+OnLayerStep = Callable[[str, Step], None]
 Report = Callable[[int, int, float], None]
+
+
+def of_layer(on_step: OnLayerStep | None, name: str) -> OnStep | None:
+    """The callback for the fit of one layer of a network."""
+    return None if on_step is None else lambda step: on_step(name, step)

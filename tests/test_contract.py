@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 import psm_core as psm
-from psm_core.errors import BudgetError, LayerError, ParameterError, UnknownNameError, WeightError
+from psm_core.errors import (
+    BudgetError,
+    FitError,
+    LayerError,
+    ParameterError,
+    UnknownNameError,
+    WeightError,
+)
 from psm_core.methods.base import Method
 from psm_core.sparse import SparseMatrix
 
@@ -32,9 +39,7 @@ SHAPES = [
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")),
-    pytest.param(
-        "mps", marks=pytest.mark.skipif(not torch.backends.mps.is_available(), reason="no MPS")
-    ),
+    pytest.param("mps", marks=pytest.mark.skipif(not torch.backends.mps.is_available(), reason="no MPS")),
 ]
 methods = pytest.mark.parametrize("name", list(psm.METHODS))
 
@@ -89,7 +94,7 @@ def test_factors_counts_and_module(name: str, shape: tuple[int, ...], seed: int,
 
         expected = np.linalg.norm(weight.numpy() - rebuilt.numpy()) / np.linalg.norm(weight.numpy())
         assert f.relative_error(weight) == pytest.approx(expected, rel=1e-9, abs=1e-12)
-        assert f.history[-1] == f.relative_error(weight)
+        assert f.history[-1] == pytest.approx(f.relative_error(weight), rel=1e-12, abs=1e-15)
         assert expected <= 1 + 1e-9
 
         stored = f.tensors()
@@ -148,8 +153,7 @@ def test_error_falls_with_budget(name: str) -> None:
     for shape in [(48, 64), (32, 16, 3, 3)]:
         weight = weight_of(shape)
         errors = [
-            psm.at_budget(name, shape, fraction).fit(weight).history[-1]
-            for fraction in (0.1, 0.2, 0.4, 0.8)
+            psm.at_budget(name, shape, fraction).fit(weight).history[-1] for fraction in (0.1, 0.2, 0.4, 0.8)
         ]
         assert errors == sorted(errors, reverse=True)
 
@@ -238,7 +242,9 @@ def test_step_callback_reports_and_cancels(name: str) -> None:
     weight = weight_of((40, 30, 3, 3), dtype=torch.float32)
     method = psm.at_budget(name, tuple(weight.shape), 0.2)
     steps: list[psm.Step] = []
-    method.fit(weight, on_step=steps.append)
+    f = method.fit(weight, on_step=steps.append)
+    assert len(f.history) == max(1, len(steps))
+    assert f.history[:-1] == tuple(step.relative_error for step in steps[:-1])
     for before, after in zip(steps, steps[1:], strict=False):
         assert before.iteration < after.iteration <= after.total
     if steps:
@@ -297,3 +303,44 @@ def test_unknown_names_are_named() -> None:
         psm.method_from_json({"method": "psm", "params": {"k": 3}})
     with pytest.raises(ParameterError, match="svd needs rank"):
         psm.method_from_json({"method": "svd", "params": {}})
+
+
+@methods
+@pytest.mark.parametrize("shape", [(), (5,), (3, 3, 3), (0, 5), (4, 4, 0, 3)])
+def test_budget_of_a_shape_that_is_no_weight(name: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(WeightError, match="expected a weight"):
+        psm.at_budget(name, shape, 0.5)
+
+
+def test_smallest_settings_are_the_smallest_of_all() -> None:
+    for shape in [(127, 61, 3, 3), (10, 512), (97, 89), (16, 1, 5, 5)]:
+        rank_one = [psm.TensorTrain(rank=1, order=order).storage(shape) for order in range(2, 7)]
+        assert psm.TensorTrain.smallest(shape).storage(shape) == min(rank_one)
+        size = math.prod(shape)
+        least = psm.at_budget("tt", shape, min(rank_one) / size)
+        assert least.storage(shape) == min(rank_one)
+        with pytest.raises(BudgetError):
+            psm.at_budget("tt", shape, (min(rank_one) - 1) / size)
+    assert psm.SVD.smallest((10, 512)).storage((10, 512)) == 522
+    assert psm.Tucker.smallest((8, 4, 3, 3)).storage((8, 4, 3, 3)) == 8 + 4 + 9
+    assert psm.Prune.smallest((8, 4)).storage((8, 4)) == 1
+
+
+def test_a_computation_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **options: object) -> None:
+        raise torch.linalg.LinAlgError("the algorithm failed to converge")
+
+    monkeypatch.setattr(torch.linalg, "svd", broken)
+    with pytest.raises(FitError, match=r"SVD \(rank=2\) failed .* 8×8 .* failed to converge"):
+        psm.SVD(rank=2).fit(weight_of((8, 8)))
+
+
+def test_factors_share_the_scale() -> None:
+    for exponent in (-40, 0, 40):
+        weight = weight_of((20, 30)) * 2.0**exponent
+        left, right = psm.SVD(rank=5).fit(weight).factors
+        assert 0.25 < float(left.norm()) / float(right.norm()) < 4
+    kernel = weight_of((8, 6, 3, 3)) * 1e6
+    u, _, v = psm.Tucker(rank_out=3, rank_in=2).fit(kernel).factors
+    assert torch.allclose(u.T @ u, torch.eye(3, dtype=torch.float64))
+    assert torch.allclose(v.T @ v, torch.eye(2, dtype=torch.float64))

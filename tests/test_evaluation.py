@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import psm_core as psm
-from psm_core.errors import DataError, UnknownNameError
+from psm_core.errors import DataError, ModelError, UnknownNameError
 from psm_core.experiments.evaluation import wilson
 from psm_core.network.data import Dataset, load_data
 
@@ -85,7 +85,6 @@ def test_whole_numbers_are_tokens(networks_module: str, tmp_path: Path, store: p
     assert "body" in {row.name for row in psm.layers(model)}
 
 
-@pytest.mark.xfail(strict=True, reason="a model's hash covers its weights alone, not what it does with them")
 def test_networks_with_equal_weights_have_figures_of_their_own(
     store: psm.ResultStore, tmp_path: Path
 ) -> None:
@@ -198,3 +197,63 @@ def test_fingerprints_depend_on_every_value_and_type() -> None:
         Dataset("a", x.int(), y),
     ]
     assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 6
+
+
+def test_a_study_answers_for_its_own_data_and_plan(store: psm.ResultStore, tmp_path: Path) -> None:
+    network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    x = torch.randn(200, 4)
+    right = network(x).argmax(1)
+    np.savez(tmp_path / "right.npz", x=x.numpy(), y=right.numpy())
+    np.savez(tmp_path / "wrong.npz", x=x.numpy(), y=((right + 1) % 3).numpy())
+    studies = [psm.Study(network, store, str(tmp_path / name)) for name in ("right.npz", "wrong.npz")]
+    plan = {"0": psm.SVD(rank=4), "2": psm.SVD(rank=3)}
+    for study, accuracy in zip(studies, (1.0, 0.0), strict=True):
+        assert study.known(plan) is None
+        assert study.network({}).accuracy == accuracy
+        assert study.network(plan).accuracy == accuracy
+        records = study.records()
+        assert records[records["layer"] == "*"]["accuracy"].tolist() == [accuracy, accuracy]
+        assert len(records[records["layer"] != "*"]) == 2
+    first = studies[0].network(plan)
+    again = studies[0].network(plan, budget=0.75)
+    assert (first.method, again.method, again.cached) == ("svd", "svd", True)
+    assert again.params["budget"] == 0.75
+    assert studies[0].network({"0": psm.SVD(rank=1), "2": psm.Prune(fraction=0.5)}).method == "recipe"
+    assert studies[0].network({}).method == "dense"
+
+
+def test_modes_of_modules_are_left_as_they_were() -> None:
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 3))
+    network.train()
+    network[1].eval()
+    data = Dataset("d", torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64))
+    psm.evaluate(network, data)
+    psm.layers(network, torch.zeros(1, 1, 8, 8))
+    assert [module.training for module in network.modules()] == [True, True, False, True, True]
+
+
+def test_whatever_a_forward_raises_is_named() -> None:
+    class Strict(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise AssertionError("only on Sundays")
+
+    data = Dataset("d", torch.zeros(4, 5), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(DataError, match="only on Sundays"):
+        psm.evaluate(Strict(5, 3), data)
+    with pytest.raises(ModelError, match="only on Sundays"):
+        psm.layers(Strict(5, 3), torch.zeros(1, 5))
+
+
+def test_bytes_of_a_half_precision_network(store: psm.ResultStore) -> None:
+    network = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 5)).half()
+    record = psm.Study(network, store).network({"0": psm.SVD(rank=3)})
+    assert record.nbytes == 2 * (3 * (64 + 48) + 48 + 48 * 5 + 5)
+    assert record.dense_nbytes == 2 * (64 * 48 + 48 + 48 * 5 + 5)
+
+
+def test_batches_of_large_inputs_are_small() -> None:
+    sizes: list[int] = []
+    data = Dataset("d", torch.zeros(3, 3, 1200, 1200), torch.zeros(3, dtype=torch.int64))
+    head = nn.Sequential(nn.AvgPool2d(600), nn.Flatten(), nn.Linear(12, 2))
+    psm.evaluate(head, data, lambda done, total: sizes.append(done))
+    assert sizes == [1, 2, 3]

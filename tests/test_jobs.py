@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 import psm_core as psm
@@ -17,7 +20,7 @@ from psm_core.errors import UnknownNameError
 from psm_core.experiments.jobs import JobFolder, JobRequest, JobRunner, JobStatus
 from psm_core.experiments.record import NETWORK
 from psm_core.experiments.study import Point
-from psm_core.files import write_atomically
+from psm_core.files import process_started, write_atomically
 
 LONG = psm.PSM(K=3, Q=3, algorithm="palm4msa", iterations=100_000, tolerance=0.0)
 
@@ -62,7 +65,7 @@ def test_a_job_is_computed_and_found_again(runner: JobRunner, model: str, data_f
         Point("1", method=psm.SVD(rank=3)),
         Point("1", method=psm.PSM(K=1, iterations=30)),
         Point(NETWORK, plan={}),
-        Point(NETWORK, family="svd", fraction=0.3),
+        Point(NETWORK, plan={"1": psm.SVD(rank=5)}, budget=0.3),
         Point(NETWORK, plan={"1": psm.SVD(rank=3)}),
     ]
     job = runner.submit(model, points, str(data_file))
@@ -121,13 +124,11 @@ def test_what_fails_for_one_point_is_noted_and_the_rest_goes_on(runner: JobRunne
         Point("absent", method=psm.SVD(rank=2)),
         Point("1", method=psm.SVD(rank=10_000)),
         Point("3", method=psm.SVD(rank=1)),
-        Point(NETWORK, family="svd", fraction=0.0001),
+        Point(NETWORK, plan={"1": psm.SVD(rank=10_000)}),
     ]
     status = wait(runner, runner.submit(model, points), ended)
     assert (status.state, status.done, len(status.keys), len(status.problems)) == ("done", 4, 1, 3)
-    for problem, expected in zip(
-        status.problems, ("absent", "rank = 10000", "raise the budget"), strict=True
-    ):
+    for problem, expected in zip(status.problems, ("absent", "rank = 10000", "rank = 10000"), strict=True):
         assert expected in problem
     status = wait(runner, runner.submit(model, points[:2]), ended)
     assert status.state == "failed"
@@ -210,6 +211,46 @@ def test_a_killed_worker_leaves_an_interrupted_job_that_can_be_completed(tmp_pat
     assert worker.wait(30) == 0
 
 
+APP = """
+import sys, time
+import psm_core as psm
+from psm_core.experiments.jobs import JobRunner
+from psm_core.experiments.study import Point
+
+runner = JobRunner(psm.ResultStore(sys.argv[1]))
+long = psm.PSM(K=3, Q=3, algorithm="palm4msa", iterations=100_000, tolerance=0.0)
+print(runner.submit(sys.argv[2], [Point("1", method=long)]), flush=True)
+print(runner.submit(sys.argv[2], [Point("1", method=psm.SVD(rank=2))]), flush=True)
+time.sleep(600)
+"""
+
+
+def test_work_stops_when_the_app_is_killed(tmp_path: Path, model: str) -> None:
+    root = tmp_path / "cache"
+    command = [sys.executable, "-c", APP, str(root), model]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as app:
+        assert app.stdout is not None
+        running, waiting = app.stdout.readline().strip(), app.stdout.readline().strip()
+        runner = JobRunner(psm.ResultStore(root))
+        status = wait(runner, running, is_at_work)
+        app.kill()
+    assert status.worker is not None
+    psutil.Process(status.worker).wait(10)
+    assert runner.status(running).state == "interrupted"
+    assert runner.status(waiting).state == "interrupted"
+    assert runner.store.query().empty
+
+
+def test_another_process_with_the_same_number_is_not_the_worker(tmp_path: Path) -> None:
+    runner = JobRunner(psm.ResultStore(tmp_path))
+    own = process_started(os.getpid())
+    for started, state in ((own, "running"), (own - 100, "interrupted")):
+        folder = JobFolder(tmp_path, f"j{state}")
+        folder.write(JobStatus(folder.id, "running", 1, 0.0, worker=os.getpid(), worker_started=started))
+        assert runner.status(folder.id).state == state
+
+
 def test_jobs_that_do_not_exist(runner: JobRunner) -> None:
     for act in (runner.status, runner.cancel, runner.resubmit, runner.position):
         with pytest.raises(UnknownNameError, match="unknown job 'nothing'"):
@@ -221,13 +262,15 @@ def test_requests_and_figures_of_a_status(tmp_path: Path) -> None:
     points = (
         Point("a", method=LONG),
         Point(NETWORK, plan={"a": psm.Prune(fraction=0.5)}),
-        Point(NETWORK, family="tt", fraction=0.3),
+        Point(NETWORK, plan={"a": psm.TensorTrain(rank=2)}, budget=0.3),
     )
     folder = JobFolder(tmp_path, "j")
     request = JobRequest("small:net", points, "d.npz", "cpu")
     folder.write_request(request)
     assert folder.read_request() == request
-    status = JobStatus("j", "running", 4, 0.0, done=1, step=5, steps=10, started=100.0, history=(0.5, 0.25))
+    status = JobStatus(
+        "j", "running", 4, 0.0, done=1, part=0.5, step=5, steps=10, started=100.0, history=(0.5, 0.25)
+    )
     folder.write(status)
     assert folder.read() == status
     assert status.progress == pytest.approx(1.5 / 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,12 +41,12 @@ def full_cache(tmp_path_factory: pytest.TempPathFactory, largest: str) -> Path:
     root = tmp_path_factory.mktemp("full")
     model = load_model(MLP)
     study = Study(model, ResultStore(root))
-    study.network({}, "dense")
+    study.network({})
     for rank in (4, 16):
         study.fit(largest, SVD(rank=rank))
         study.fit(largest, Prune(fraction=rank / 100))
     for method in ("svd", "prune"):
-        study.network(uniform_plan(model, method, 0.2).layers, method, 0.2)
+        study.network(uniform_plan(model, method, 0.2).layers, 0.2)
     return root
 
 
@@ -112,11 +113,34 @@ def test_an_unknown_network_is_one_line_and_a_way_out(open_page: Open, page: str
     assert "network" not in at.query_params  # the default network needs none
 
 
-@pytest.mark.parametrize("source", ["nonsense", "torchvision:resnet999", "no_such_package:thing"])
+@pytest.mark.parametrize(
+    "source", ["nonsense", "torchvision:resnet999", "no_such_package:thing", "x" * 300, "demo:" + "x" * 300]
+)
 def test_bad_network_names_never_give_a_traceback(open_page: Open, source: str) -> None:
     at = open_page("model", network=source)
     assert not at.exception
     assert source.split(":")[-1] in at.error[0].value
+
+
+@pytest.mark.parametrize(
+    ("page", "query"),
+    [
+        *(("factorize", {"budget": text}) for text in ("abc", "nan", "inf", "500", "0", "-3", "0.05")),
+        *(("factorize", {name: "nosuch"}) for name in ("methods", "layers", "fit")),
+        *(("compare", {name: "nosuch"}) for name in ("layer", "shown", "job")),
+        *(("compare", {"job": job}) for job in ("x" * 300, "../jobs", "/")),
+        *(("export", {name: "nosuch"}) for name in ("from", "selected", "build")),
+    ],
+)
+def test_nonsense_in_the_address_is_as_if_it_were_not_there(
+    open_page: Open, full_cache: Path, page: str, query: dict[str, str]
+) -> None:
+    usual, at = sound(open_page(page, full_cache)), sound(open_page(page, full_cache, **query))
+    if query != {"budget": "0.05"}:  # little, but a budget
+        assert [frame.value.to_dict() for frame in at.dataframe] == [
+            frame.value.to_dict() for frame in usual.dataframe
+        ]
+        assert size_sliders(at) == size_sliders(usual)
 
 
 def test_the_app_keeps_the_network_from_page_to_page(
@@ -136,7 +160,7 @@ def test_model_shows_sizes_and_accuracy_with_their_sample(open_page: Open, full_
     at = open_page("model", full_cache)
     model = load_model(MLP)
     total = sum(p.numel() for p in model.parameters())
-    dense = Study(model, ResultStore(full_cache)).network({}, "dense")
+    dense = Study(model, ResultStore(full_cache)).network({})
     values = [metric.value for metric in at.metric]
     assert values[0] == f"{total:,}"
     assert values[2] == f"{dense.accuracy:.2%}"
@@ -200,6 +224,16 @@ def test_a_budget_out_of_reach_says_so_and_offers_the_smallest(open_page: Open) 
     assert at.button(key="run").disabled
     at.button(key="raise.svd").click().run()
     assert size_sliders(sound(at)) == {"form.svd.rank": 1}
+
+
+def test_a_tiny_budget_has_its_place_on_the_slider(open_page: Open) -> None:
+    at = open_page("factorize", methods="prune", budget="0.05")
+    assert size_sliders(sound(at)) == {"form.prune.fraction": 0.0005}
+    at.slider(key="form.prune.fraction").set_value(0.0002).run()
+    assert at.select_slider(key="budget_choice").value == pytest.approx(0.02, abs=1e-3)
+    at.slider(key="form.prune.fraction").set_value(0.6).run()
+    at.slider(key="form.prune.fraction").set_value(1.0).run()
+    assert at.select_slider(key="budget_choice").value == 100
 
 
 def test_advanced_parameters_reach_the_method(open_page: Open) -> None:
@@ -316,6 +350,23 @@ def test_compare_shows_the_network_and_each_layer(open_page: Open, full_cache: P
     assert set(sound(again).dataframe[0].value["method"]) == {"SVD"}
 
 
+def test_results_on_other_data_are_not_shown(open_page: Open, tmp_path: Path) -> None:
+    model = load_model(MLP)
+    other, study = (Study(model, ResultStore(tmp_path), data) for data in ("demo:train", "demo:test"))
+    plan = uniform_plan(model, "prune", 0.2).layers
+    foreign = [other.network({}), other.network(plan, 0.2)]
+    at = open_page("compare", tmp_path)  # the layers' own results hold on any data
+    assert sound(at).selectbox(key="layer_choice").options == [f"Layer {name}" for name in plan]
+    at = open_page("export", tmp_path)
+    assert "No whole-network result is kept yet" in texts(sound(at))
+    dense = study.network({})
+    at = open_page("model", tmp_path)
+    assert sound(at).metric[2].value == f"{dense.accuracy:.2%}" != f"{foreign[0].accuracy:.2%}"
+    assert "`demo:test`, never used for training" in texts(at)
+    study.network(plan, 0.2)
+    assert len(sound(open_page("compare", tmp_path)).dataframe[0].value) == 2
+
+
 def test_selected_results_are_shown_in_full(open_page: Open, full_cache: Path) -> None:
     at = open_page("compare", full_cache)
     keys = at.session_state["table_keys"]
@@ -338,6 +389,28 @@ def test_export_builds_verifies_and_offers(open_page: Open, full_cache: Path) ->
     assert "Largest output difference" in at.success[0].value
     again = open_page("export", full_cache)
     assert len(again.download_button) == 2  # the verified file is still there
+
+
+def test_a_file_changed_after_its_verification_is_not_offered(open_page: Open, full_cache: Path) -> None:
+    at = open_page("export", full_cache, **{"from": "result"})
+    if at.button and at.button[0].key == "build_button":
+        at.button(key="build_button").click().run()
+    assert len(sound(at).download_button) == 2
+    file = next((full_cache / "exports").glob("*/*.safetensors"))
+    content = file.read_bytes()
+    os.utime(file, ns=(1, 1))  # as a copy or a backup does
+    assert len(open_page("export", full_cache).download_button) == 2
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert not open_page("export", full_cache).download_button
+
+
+def test_another_streamlit_without_the_flag_breaks_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    from streamlit import runtime
+
+    from pages._ui import shell
+
+    monkeypatch.delattr(runtime, "pages_manager")
+    shell._enter_through_app()
 
 
 def test_export_of_layer_results_makes_a_recipe(open_page: Open, full_cache: Path, largest: str) -> None:

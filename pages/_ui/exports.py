@@ -12,8 +12,8 @@ from typing import Any
 from pages._ui import resources
 from psm_core.checkpoint import FILE_NAME, save_checkpoint, verify_checkpoint
 from psm_core.experiments.plan import write_recipe
-from psm_core.experiments.record import Record, from_row
-from psm_core.experiments.study import Point
+from psm_core.experiments.record import NETWORK, Record, from_row
+from psm_core.experiments.study import plan_method
 from psm_core.files import write_atomically
 from psm_core.methods import method_from_json
 from psm_core.methods.base import Method
@@ -23,16 +23,16 @@ PROOF = "verified.json"
 
 @dataclass(frozen=True)
 class Choice:
-    """A recipe, the method or family it is named by, and the budget asked for, if any."""
+    """A recipe, and the budget asked for, if any."""
 
     plan: dict[str, Method]
-    family: str
-    budget: float | None
+    budget: float | None = None
 
 
 def network_records(network: resources.Network) -> list[Record]:
     """The whole-network results of a network, the most accurate first, then the smallest."""
-    frame = resources.store().networks(network.study.hash)
+    frame = network.study.records()
+    frame = frame[frame["layer"] == NETWORK]
     frame = frame.astype(object).where(frame.notna(), None)
     records = [from_row(row) for row in frame.to_dict("records")]
     return sorted(records, key=lambda r: (-(r.accuracy or 0.0), r.relative_error, r.parameters))
@@ -48,33 +48,16 @@ def method_of(row: Mapping[str, Any]) -> Method:
     return method_from_json({"method": row["method"], "params": json.loads(row["params"])})
 
 
-def known_record(network: resources.Network, plan: Mapping[str, Method]) -> Record | None:
-    """The stored result of exactly this recipe, if there is one."""
-    return next((r for r in network_records(network) if plan_of(r) == dict(plan)), None)
-
-
-def point(choice: Choice) -> Point:
-    """What to compute for a choice."""
-    if choice.budget is not None:
-        return Point("*", family=choice.family, fraction=choice.budget)
-    return Point("*", plan=choice.plan)
-
-
 def stored_floats(network: resources.Network, plan: Mapping[str, Method]) -> int:
     """The floats a network stores at the most once it is compressed by a recipe."""
     saved = sum(network.floats(name) - method.storage(network.shapes[name]) for name, method in plan.items())
     return network.dense().parameters - saved
 
 
-def setting(method: Method) -> str:
-    """A method's parameters in words."""
-    return str(method).removeprefix(method.title).strip(" ()")
-
-
 def file_stem(network: resources.Network, choice: Choice) -> str:
     """A file name that says network, method and budget: `fashion-cnn-svd-10pct`."""
     budget = "" if choice.budget is None else f"-{100 * choice.budget:.4g}pct"
-    return f"{network.short_name}-{choice.family}{budget}"
+    return f"{network.short_name}-{plan_method(choice.plan)}{budget}"
 
 
 def folder(network: resources.Network, choice: Choice) -> Path:
@@ -92,17 +75,30 @@ def build(network: resources.Network, choice: Choice, target: Path) -> dict[str,
         CheckpointError: it cannot be written, or does not reload to the same outputs.
     """
     (target / PROOF).unlink(missing_ok=True)
-    save_checkpoint(network.study.compressed(choice.plan), target / FILE_NAME)
+    file = save_checkpoint(network.study.compressed(choice.plan), target / FILE_NAME)
     write_recipe(target / "recipe.json", choice.plan, network.source)
-    proof = asdict(verify_checkpoint(target))
+    seal = {"sha256": _sha256(file), "mtime_ns": file.stat().st_mtime_ns}
+    proof = {**asdict(verify_checkpoint(target)), **seal}
     write_atomically(target / PROOF, json.dumps(proof).encode())
     return proof
 
 
 def read_verified(target: Path) -> dict[str, Any] | None:
-    """What the verification of an export showed, if it is there and its file unchanged in size."""
+    """What the verification of an export showed, if it is there and its file unchanged since.
+
+    The file is read only where its time is another than when it was verified.
+    """
+    file = target / FILE_NAME
     try:
         proof: dict[str, Any] = json.loads((target / PROOF).read_text())
-        return proof if (target / FILE_NAME).stat().st_size == proof["nbytes"] else None
+        now = file.stat()
+        same = now.st_size == proof["nbytes"]
+        same = same and (now.st_mtime_ns == proof["mtime_ns"] or _sha256(file) == proof["sha256"])
     except (OSError, ValueError, KeyError):
         return None
+    return proof if same else None
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

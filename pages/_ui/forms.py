@@ -21,12 +21,13 @@ from psm_core.methods.base import Method, Parameter, Shape
 STEPS = (
     0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 20, 25, 30, 35, 40, 50, 60, 70, 80, 90, 100,
 )  # fmt: skip
+SMALLEST_PERCENT = 1e-4
 FEW_VALUES = 16
 
 
 def budget_slider(default: float = 10.0) -> float:
     """The budget as a share of the weights, on a scale of log-like steps."""
-    percent = float(memory.recall("budget", f"{default:g}"))
+    percent = memory.recall_number("budget", default, SMALLEST_PERCENT, 100)
     memory.project("budget_choice", percent)
     st.select_slider(
         "Budget, % of the weights (↓ smaller)",
@@ -146,17 +147,23 @@ def _slider(method: Method, parameter: str, declared: Parameter, shape: Shape) -
         memory.project(key, value)
         st.slider(min_value=_whole(declared.minimum), max_value=_whole(declared.maximum), **common)
     elif declared.maximum == 1:
-        memory.project(key, round(value, 4))
-        st.slider(min_value=0.001, max_value=1.0, step=0.001, format="percent", **common)
+        memory.project(key, shown := _shown(declared, value))
+        low = min(0.001, 10.0 ** math.floor(math.log10(shown)))  # large layers go below 0.1 %
+        st.slider(min_value=low, max_value=1.0, step=low, format="percent", **common)
     else:
         top, even = _top(method, parameter, shape)
         low = _whole(declared.minimum) or 1
-        memory.project(key, min(max(low, round(value)), top))
+        memory.project(key, min(max(low, _shown(declared, value)), top))
         common["help"] += f" Break-even, where as much is stored as dense: {even:,}."
         if top > low:
             st.slider(min_value=low, max_value=top, step=1, **common)
         else:
             st.caption(f"{common['label']}: {low} is the only value for this layer")
+
+
+def _shown(declared: Parameter, value: float) -> float:
+    """A size as its slider shows it: a share to four digits, all else as a whole number."""
+    return float(f"{value:.4g}") if declared.maximum == 1 else round(value)
 
 
 def _exact_sizes(method: Method) -> str:
@@ -187,7 +194,7 @@ def _top(method: Method, parameter: str, shape: Shape) -> tuple[int, int]:
 def _size_moved(name: str, parameter: str, method: Method, shape: Shape) -> None:
     """The method leads with this size, and the budget becomes what it stores."""
     value = st.session_state[f"form.{name}.{parameter}"]
-    if value in (round(getattr(method, parameter)), round(getattr(method, parameter), 4)):
+    if value == _shown(method.parameters()[parameter], getattr(method, parameter)):
         return  # Streamlit also calls this for a slider that has just left the page, unmoved
     moved = dataclasses.replace(method, **{parameter: value})
     st.session_state["lead"] = {**moved.to_json(), "shape": list(shape)}

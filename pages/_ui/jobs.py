@@ -15,7 +15,6 @@ from psm_core import plots
 from psm_core.errors import UnknownNameError
 from psm_core.experiments.jobs import JobStatus
 from psm_core.experiments.study import Point
-from psm_core.methods import METHODS
 
 POLL_SECONDS = 0.7
 
@@ -26,7 +25,7 @@ def submit(network: resources.Network, points: Sequence[Point], slot: str = "job
     Raises:
         StoreError: the job cannot be queued.
     """
-    ordered = sorted(points, key=lambda point: _work(point))
+    ordered = sorted(points, key=_iterations)
     job_id = resources.runner().submit(network.source, ordered)
     memory.remember(slot, job_id)
     return job_id
@@ -71,10 +70,9 @@ def _draw_active(slot: str, status: JobStatus) -> None:
     if button.button("Cancel", key=f"cancel.{slot}", icon=":material/stop_circle:", width="stretch"):
         resources.runner().cancel(status.id)
     if len(status.history) > 1:
-        method = next((n for n, m in METHODS.items() if f"· {m.title}" in status.current), "")
         st.caption(f"{status.current}: relative error {status.history[-1]:.4f} (↓ better)")
         st.plotly_chart(
-            plots.live_error(status.history, method), key=f"live.{slot}",
+            plots.live_error(status.history, status.method), key=f"live.{slot}",
             config={"displayModeBar": False},
         )  # fmt: skip
 
@@ -87,7 +85,8 @@ def _progress_text(status: JobStatus) -> str:
     parts = [
         f"{status.done} of {status.total} done",
         status.current,
-        "" if left is None else f"about {text.duration(left)} left",
+        # The quick points come first, so that the pace so far is the most that can be hoped for.
+        "" if left is None else f"at least {text.duration(left)} left",
     ]
     return " · ".join(part for part in parts if part)
 
@@ -125,13 +124,7 @@ def _draw_ended(slot: str, status: JobStatus) -> None:
             st.markdown("\n".join(f"- {problem}" for problem in status.problems))
 
 
-def _work(point: Point) -> int:
-    """A measure of how long a point takes: the iterations of its method."""
-    if point.plan is not None:
-        return max((_iterations(method.name) for method in point.plan.values()), default=0)
-    return _iterations(point.family if point.method is None else point.method.name)
-
-
-def _iterations(name: str) -> int:
-    declared = METHODS[name].__dataclass_fields__
-    return int(declared["iterations"].default) if "iterations" in declared else 0
+def _iterations(point: Point) -> int:
+    """A measure of how long a point takes: the iterations of its methods."""
+    methods = [point.method] if point.plan is None else point.plan.values()
+    return max((getattr(method, "iterations", 0) for method in methods), default=0)

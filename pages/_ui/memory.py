@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import streamlit as st
 
@@ -16,10 +16,27 @@ def recall(name: str, default: str = "") -> str:
     return value
 
 
+def recall_choice(name: str, known: Collection[str], default: str) -> str:
+    """The remembered value, or the default where it is none of the known ones."""
+    return value if (value := recall(name, default)) in known else default
+
+
 def recall_list(name: str, known: Sequence[str], default: Sequence[str] = ()) -> list[str]:
-    """The known ones among the remembered names, in the order in which they are known."""
-    names = recall(name, ",".join(default)).split(",")
-    return [value for value in known if value in names]
+    """The known ones among the remembered names, in the order in which they are known.
+
+    The default where names are remembered and none is known; none remembered is a choice, too.
+    """
+    text = recall(name, ",".join(default))
+    return [value for value in known if value in text.split(",")] or list(default if text else ())
+
+
+def recall_number(name: str, default: float, low: float, high: float) -> float:
+    """The remembered number, or the default where it is no number from `low` to `high`."""
+    try:
+        value = float(recall(name, f"{default:g}"))
+    except ValueError:
+        return default
+    return value if low <= value <= high else default
 
 
 def remember(name: str, value: str | Sequence[str]) -> None:

@@ -11,13 +11,14 @@ import streamlit as st
 import torch
 from torch import nn
 
+from psm_core.checkpoint import load_model
 from psm_core.experiments.jobs import JobRunner
 from psm_core.experiments.record import NETWORK, Record
 from psm_core.experiments.store import ResultStore
 from psm_core.experiments.study import Study
 from psm_core.methods.base import Shape, choose_device
 from psm_core.network.layers import LayerRow, layers
-from psm_core.network.models import card_of, load_model
+from psm_core.network.models import card_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,11 +59,11 @@ class Network:
 
     def dense(self) -> Record:
         """The dense network's record; its accuracy is measured once and then kept."""
-        return self.study.network({}, "dense")
+        return self.study.network({})
 
     def has_results(self) -> bool:
         """Whether anything was compressed yet."""
-        frame = self.study.store.query(model_hash=self.study.hash)
+        frame = self.study.records()
         return bool(((frame["layer"] != NETWORK) | (frame["method"] != "dense")).any())
 
 
@@ -100,8 +101,10 @@ def network(source: str) -> Network:
     Raises:
         PsmError: it cannot be loaded; the message says why.
     """
-    path = Path(source)
-    stamp = path.stat().st_mtime_ns if path.exists() else 0
+    try:
+        stamp = os.stat(source).st_mtime_ns
+    except (OSError, ValueError):  # no file, or no file's name at all
+        stamp = 0
     return _network(source, stamp, str(cache_root()))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import streamlit as st
-from streamlit.runtime.pages_manager import PagesManager
+from streamlit import runtime
 
 from pages._ui import memory, resources, text
 from psm_core import demo
@@ -57,10 +57,12 @@ def errors_as_messages() -> Iterator[None]:
 def _enter_through_app() -> None:
     """Run `app.py` first when a page's own address is the first that a fresh server is asked for.
 
-    Until `st.navigation` has run once, Streamlit takes `pages/` for the whole app.
+    Until `st.navigation` has run once, Streamlit takes `pages/` for the whole app. The flag is
+    Streamlit's own and may be gone in another version.
     """
-    if PagesManager.uses_pages_directory:
-        PagesManager.uses_pages_directory = False
+    manager = getattr(getattr(runtime, "pages_manager", None), "PagesManager", None)
+    if getattr(manager, "uses_pages_directory", False):
+        manager.uses_pages_directory = False
         st.rerun()
 
 

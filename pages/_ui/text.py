@@ -23,6 +23,12 @@ def interval(record: Record) -> str:
     return f"95 % interval {record.low:.1%} to {record.high:.1%}, n = {record.samples:,}"
 
 
+def data(record: Record) -> str:
+    """The data behind an accuracy, and that it is held out where that is known."""
+    held_out = record.data == "demo:test" and record.model.startswith("demo:")
+    return f"`{record.data}`{', never used for training' if held_out else ''}"
+
+
 def size(nbytes: float) -> str:
     """Bytes in a unit that reads well.
 
@@ -82,7 +88,7 @@ _WIDTHS = {"relative_error": 112, "accuracy": 100, "seconds": 80}
 _LABELS = {
     "layer": ("Layer", None, None),
     "method": ("Method", None, 95),
-    "setting": ("Setting", "The method's parameters, or the layers compressed.", 175),
+    "setting": ("Setting", "The method's parameters, or the layers compressed.", 215),
     "interval": ("95 % interval", "Wilson interval of the accuracy, and the inputs behind it.", None),
     "answer": ("Answer", "Computed now, or answered from the results kept in the cache.", 100),
 }

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from psm_core.errors import DataError
+from psm_core.errors import DataError, PsmError, first_line
 from psm_core.network.data import Dataset, load_data
-from psm_core.network.models import card_of
+from psm_core.network.models import card_of, evaluating
+from psm_core.progress import JobCancelled
 
 METRIC_VERSION = 1
 BATCH = 250
+BATCH_VALUES = 2**22
+"""The most input values in a batch: a batch of large images is smaller."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,14 @@ class Evaluation:
         return asdict(self)
 
 
-def wilson(correct: int, samples: int, z: float = 1.959964) -> tuple[float, float]:
+def wilson(correct: int, samples: int) -> tuple[float, float]:
     """The 95 % score interval of a proportion (Wilson 1927).
 
     >>> low, high = wilson(8, 10)
     >>> round(low, 4), round(high, 4)
     (0.4902, 0.9433)
     """
+    z = 1.959964  # the normal quantile of 97.5 %
     share = correct / samples
     centre = share + z * z / (2 * samples)
     spread = z * math.sqrt(share * (1 - share) / samples + z * z / (4 * samples * samples))
@@ -72,11 +76,10 @@ def evaluate(
         raise DataError("this model has no data of its own; name some with --data, such as file.npz")
     first = next(iter(model.parameters()))
     correct = done = 0
-    training = model.training
-    model.eval()
+    size = max(1, min(BATCH, BATCH_VALUES // dataset.inputs[0].numel()))
     try:
-        with torch.inference_mode():
-            for inputs, labels in dataset.batches(BATCH):
+        with evaluating(model), torch.inference_mode():
+            for inputs, labels in dataset.batches(size):
                 moved = inputs.to(first.device)
                 logits = model(moved.to(first.dtype) if moved.is_floating_point() else moved)
                 if not isinstance(logits, torch.Tensor) or logits.dim() != 2:
@@ -90,15 +93,12 @@ def evaluate(
                 done += len(labels)
                 if on_batch is not None:
                     on_batch(done, len(dataset))
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-        if isinstance(error, DataError):
-            raise
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except (PsmError, JobCancelled):
+        raise
+    except Exception as error:  # whatever the model's own code raises
         raise DataError(
             f"the network cannot run inputs of shape {tuple(dataset.inputs.shape[1:])} from "
-            f"'{dataset.source}': {reason}"
+            f"'{dataset.source}': {first_line(error)}"
         ) from error
-    finally:
-        model.train(training)
     low, high = wilson(correct, done)
     return Evaluation(correct / done, low, high, done, correct, dataset.source)

@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from psm_core.errors import PsmError, StoreError, UnknownNameError
+from psm_core.errors import StoreError, UnknownNameError
 from psm_core.experiments.store import ResultStore
 from psm_core.experiments.study import Point
-from psm_core.files import process_alive, write_atomically
+from psm_core.files import process_alive, process_started, write_atomically
 from psm_core.methods import method_from_json
 
 ACTIVE = ("queued", "running")
@@ -34,9 +34,11 @@ class JobStatus:
     """Where a job stands.
 
     `state` is queued, running, done, failed, cancelled or interrupted (its process ended before it
-    did). `done` of `total` points are computed; `current` names the one at work, whose error after
-    each iteration is `history` and whose own progress is `step` of `steps`. `keys` are the records
-    computed or found so far, `cached` how many of them were answered from the store.
+    did). `done` of `total` points are computed; `current` names the one at work and `method` its
+    method; `part` is the share of it that is done. The fit at hand is at iteration `step` of
+    `steps`, its errors so far are `history`. `keys` are the records computed or found so far,
+    `cached` how many of them were answered from the store. `worker` is the number of the process
+    at work, which began at `worker_started`.
     """
 
     id: str
@@ -46,6 +48,8 @@ class JobStatus:
     done: int = 0
     cached: int = 0
     current: str = ""
+    method: str = ""
+    part: float = 0.0
     step: int = 0
     steps: int = 0
     history: tuple[float, ...] = ()
@@ -55,6 +59,7 @@ class JobStatus:
     started: float | None = None
     finished: float | None = None
     worker: int | None = None
+    worker_started: float | None = None
 
     @property
     def active(self) -> bool:
@@ -63,9 +68,8 @@ class JobStatus:
 
     @property
     def progress(self) -> float:
-        """The share done, from 0 to 1, the current point counted by its iterations."""
-        part = self.step / self.steps if self.steps else 0.0
-        return min(1.0, (self.done + part) / self.total) if self.total else 1.0
+        """The share done, from 0 to 1."""
+        return min(1.0, (self.done + self.part) / self.total) if self.total else 1.0
 
     def eta_seconds(self, now: float | None = None) -> float | None:
         """Seconds left at the pace so far, or None before there is a pace."""
@@ -106,8 +110,7 @@ def _point_to_json(point: Point) -> dict[str, Any]:
         "layer": point.layer,
         "method": None if point.method is None else point.method.to_json(),
         "plan": None if plan is None else {name: m.to_json() for name, m in plan.items()},
-        "family": point.family,
-        "fraction": point.fraction,
+        "budget": point.budget,
     }
 
 
@@ -117,8 +120,7 @@ def _point_from_json(document: dict[str, Any]) -> Point:
         document["layer"],
         None if method is None else method_from_json(method),
         None if plan is None else {name: method_from_json(m) for name, m in plan.items()},
-        document["family"],
-        document["fraction"],
+        document["budget"],
     )
 
 
@@ -194,7 +196,16 @@ class JobRunner:
             try:
                 folder.write_request(JobRequest(model, tuple(points), data, device))
                 worker = self._running_worker()
-                folder.write(JobStatus(job_id, "queued", len(points), time.time(), worker=worker.pid))
+                folder.write(
+                    JobStatus(
+                        job_id,
+                        "queued",
+                        len(points),
+                        time.time(),
+                        worker=worker.pid,
+                        worker_started=process_started(worker.pid),
+                    )
+                )
                 assert worker.stdin is not None
                 worker.stdin.write(f"{job_id}\n".encode())
                 worker.stdin.flush()
@@ -215,7 +226,7 @@ class JobRunner:
         """
         folder = JobFolder(self.store.root, job_id)
         status = folder.read()
-        if status.active and not (status.worker and process_alive(status.worker)):
+        if status.active and not (status.worker and process_alive(status.worker, status.worker_started)):
             status = folder.read()  # it may have ended properly in between
             if status.active:
                 status = replace(
@@ -267,16 +278,8 @@ class JobRunner:
         if self._worker is None or self._worker.poll() is not None:
             # Started by command: a child spawned by multiprocessing would run the page's script.
             self._worker = subprocess.Popen(
-                [sys.executable, "-m", "psm_core.experiments.worker", str(self.store.root)],
+                [sys.executable, "-m", "psm_core.experiments.worker", str(self.store.root), str(os.getpid())],
                 stdin=subprocess.PIPE,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             )
         return self._worker
-
-
-def error_message(error: Exception) -> str:
-    """One line for the user: a named error as it is, any other with its type."""
-    if isinstance(error, PsmError):
-        return str(error)
-    detail = str(error).splitlines()[0] if str(error) else ""
-    return f"{type(error).__name__}: {detail}"

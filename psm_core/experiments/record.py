@@ -74,15 +74,6 @@ class Record:
         """The fields by name."""
         return asdict(self)
 
-    @property
-    def label(self) -> str:
-        """The setting in a few words."""
-        if "plan" in self.params:
-            return f"{self.method} at {self.params['budget']:.3g} of the network"
-        shown = ", ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}"
-                          for k, v in self.params.items())  # fmt: skip
-        return f"{self.method} ({shown})" if shown else self.method
-
 
 COLUMNS = [f.name for f in fields(Record) if f.name != "cached"]
 JSON_COLUMNS = ("params", "versions")

@@ -124,17 +124,8 @@ class ResultStore:
             return Factorization.from_tensors(method_from_json(layout), layout, tensors)
         except FileNotFoundError:
             return None
-        except (
-            OSError,
-            SafetensorError,
-            CheckpointError,
-            PsmError,
-            KeyError,
-            ValueError,
-            TypeError,
-        ):
-            path.unlink(missing_ok=True)  # it will be fitted again
-            return None
+        except (OSError, SafetensorError, PsmError, KeyError, ValueError, TypeError):
+            return None  # it is fitted again, and its file replaced
 
     def query(
         self,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import pandas as pd
 import torch
 from torch import nn
 
@@ -22,40 +23,53 @@ from psm_core.methods.base import Method, choose_device
 from psm_core.network.compress import compress, stored_parameters
 from psm_core.network.layers import compressible_layers, get_layer
 from psm_core.network.models import card_of, model_hash, set_card
-from psm_core.progress import OnStep, Step
+from psm_core.progress import OnLayerStep, OnStep, of_layer
 
 
 @dataclass(frozen=True)
 class Point:
-    """One thing to compute: a layer with a method, or the whole network at a budget.
+    """One thing to compute: a layer with a method, or the whole network (layer `*`) with a plan.
 
-    Exactly one of `method` (with a layer's name), `plan` (layer → method) and `fraction` (with the
-    `family`, a method's name) is set; the dense network itself is a plan without layers.
+    A plan gives methods by layer; without any it is the dense network. `budget` is the fraction
+    that a plan was made for.
     """
 
     layer: str
     method: Method | None = None
     plan: Mapping[str, Method] | None = None
-    family: str = ""
-    fraction: float = 1.0
+    budget: float | None = None
+
+    @property
+    def method_name(self) -> str:
+        """The name of the method at work: `dense` without any, `recipe` for several."""
+        return plan_method(self.plan or {}) if self.method is None else self.method.name
 
     @property
     def label(self) -> str:
         """The point in a few words."""
         if self.method is not None:
             return f"{self.layer} · {self.method}"
-        if self.plan is not None:
-            return "whole network · recipe" if self.plan else "whole network · dense"
-        return f"whole network · {self.family} at {self.fraction:.4g}"
+        at = "" if self.budget is None else f" at {self.budget:.4g}"
+        return f"whole network · {self.method_name}{at}"
+
+
+def plan_method(plan: Mapping[str, Method]) -> str:
+    """The one method of a plan by name, `recipe` where there are several, `dense` without any."""
+    names = {method.name for method in plan.values()}
+    return names.pop() if len(names) == 1 else "recipe" if names else "dense"
 
 
 class Study:
-    """Fits and evaluations of one model, answered from the store where they are known."""
+    """Fits and evaluations of one model, answered from the store where they are known.
+
+    The model must not change while it is studied.
+    """
 
     def __init__(self, model: nn.Module, store: ResultStore, data: str = "", device: str = "auto") -> None:
         self.model = model
         self.store = store
         self.device = device
+        self._keys: dict[tuple[str, Method], str] = {}
         card = card_of(model)
         self.source = card.path or card.source or type(model).__name__
         self.hash = model_hash(model)
@@ -70,9 +84,8 @@ class Study:
             UnknownNameError, LayerError, ParameterError, WeightError: bad input.
             StoreError: the result cannot be kept.
         """
-        module = get_layer(self.model, layer)
-        weight = module.weight.detach()
-        key = fit_key(method, weight)
+        weight = get_layer(self.model, layer).weight.detach()
+        key = self._fit_key(layer, method)
         known = self.store.get(key, self.hash, layer) or self.store.get(key)
         factorization = self.store.factors(key) if known else None
         if known is not None and factorization is not None:
@@ -95,7 +108,7 @@ class Study:
             relative_error=factorization.relative_error(weight),
             parameters=factorization.parameters,
             dense_parameters=weight.numel(),
-            nbytes=factorization.nbytes,
+            nbytes=factorization.to("cpu", weight.dtype).nbytes,
             dense_nbytes=weight.numel() * weight.element_size(),
             seconds=seconds,
             device=str(device),
@@ -104,56 +117,56 @@ class Study:
         self.store.put(record, factorization)
         return record, factorization
 
+    def known(self, plan: Mapping[str, Method]) -> Record | None:
+        """The stored record of exactly this plan on this study's data, or None."""
+        return self.store.get(self._eval_key(plan), self.hash, NETWORK)
+
+    def records(self) -> pd.DataFrame:
+        """The stored records of this network: its layers, and the whole on this study's data."""
+        frame = self.store.query(model_hash=self.hash)
+        data = "" if self.data is None else self.data.source
+        return frame[(frame["layer"] != NETWORK) | (frame["data"] == data)].reset_index(drop=True)
+
     def network(
         self,
         plan: Mapping[str, Method],
-        family: str = "recipe",
         budget: float | None = None,
-        on_step: Callable[[str, Step], None] | None = None,
+        on_step: OnLayerStep | None = None,
         on_batch: Callable[[int, int], None] | None = None,
     ) -> Record:
         """Compress the planned layers and evaluate the whole network, or read it from the store.
 
-        Accuracy is left out where there is no data.
+        `budget` is the fraction that the plan was made for. Accuracy is left out without data.
         """
-        keys = {n: fit_key(m, get_layer(self.model, n).weight) for n, m in plan.items()}
-        fingerprint = None if self.data is None else self.data.fingerprint
-        key = eval_key(keys, self.hash, fingerprint)
-        if (known := self.store.get(key, self.hash, NETWORK)) is not None:
-            return known
-        fits: dict[str, tuple[Record, Factorization]] = {}
-        for name, method in plan.items():
-            report = None if on_step is None else _named(on_step, name)
-            fits[name] = self.fit(name, method, report)
+        if (known := self.known(plan)) is not None:
+            asked = known.params["budget"] if budget is None else budget
+            return replace(known, params={**known.params, "budget": asked})
+        fits = {name: self.fit(name, method, of_layer(on_step, name)) for name, method in plan.items()}
         small = compress(self.model, {name: fit for name, (_, fit) in fits.items()})
-        device = choose_device(self.device, next(iter(small.parameters())))
-        result = None
-        if self.data is not None:
-            result = evaluate(small.to(device), self.data, on_batch)
-        dense_bytes, weights = _nbytes(self.model), compressible_layers(self.model)
-        saved = sum(record.dense_nbytes - record.nbytes for record, _ in fits.values())
-        lost = kept = 0.0
-        for name, (record, _) in fits.items():
-            norm = float(weights[name].weight.detach().double().norm())
-            lost += (record.relative_error * norm) ** 2
-            kept += norm**2
         stored, total = stored_parameters(small), stored_parameters(self.model)
+        dense_nbytes = _nbytes(self.model)
+        device = choose_device(self.device, next(iter(small.parameters())))
+        result = None if self.data is None else evaluate(small.to(device), self.data, on_batch)
+        weights = compressible_layers(self.model)
+        squares = {name: float(weights[name].weight.detach().double().norm()) ** 2 for name in plan}
+        lost = sum(fits[name][0].relative_error ** 2 * square for name, square in squares.items())
+        kept = sum(squares.values())
         record = Record(
-            key=key,
+            key=self._eval_key(plan),
             model=self.source,
             model_hash=self.hash,
             layer=NETWORK,
-            method=family,
+            method=plan_method(plan),
             params={
                 "budget": stored / total if budget is None else budget,
-                "plan": {n: {"method": m.name, "params": m.params} for n, m in plan.items()},
+                "plan": {name: method.to_json() for name, method in plan.items()},
             },
             fraction=stored / total,
             relative_error=math.sqrt(lost / kept) if kept else 0.0,
             parameters=stored,
             dense_parameters=total,
-            nbytes=dense_bytes - saved,
-            dense_nbytes=dense_bytes,
+            nbytes=dense_nbytes - sum(r.dense_nbytes - r.nbytes for r, _ in fits.values()),
+            dense_nbytes=dense_nbytes,
             seconds=math.fsum(record.seconds for record, _ in fits.values()),
             device=str(device),
             accuracy=None if result is None else result.accuracy,
@@ -168,22 +181,27 @@ class Study:
     def compute(
         self,
         point: Point,
-        on_step: Callable[[str, Step], None] | None = None,
+        on_step: OnLayerStep | None = None,
         on_batch: Callable[[int, int], None] | None = None,
     ) -> Record:
         """The record of one point."""
         if point.method is not None:
-            report = None if on_step is None else _named(on_step, point.layer)
-            return self.fit(point.layer, point.method, report)[0]
-        if point.plan is not None:
-            family = "recipe" if point.plan else "dense"
-            return self.network(point.plan, family, None, on_step, on_batch)
-        plan = uniform_plan(self.model, point.family, point.fraction)
-        return self.network(plan.layers, point.family, point.fraction, on_step, on_batch)
+            return self.fit(point.layer, point.method, of_layer(on_step, point.layer))[0]
+        return self.network(point.plan or {}, point.budget, on_step, on_batch)
 
     def compressed(self, plan: Mapping[str, Method]) -> nn.Module:
         """A compressed copy of the model, its factors read from the store where they are known."""
         return compress(self.model, {name: self.fit(name, m)[1] for name, m in plan.items()})
+
+    def _fit_key(self, layer: str, method: Method) -> str:
+        """The key of a fit; a weight's bytes are hashed once."""
+        if (layer, method) not in self._keys:
+            self._keys[layer, method] = fit_key(method, get_layer(self.model, layer).weight)
+        return self._keys[layer, method]
+
+    def _eval_key(self, plan: Mapping[str, Method]) -> str:
+        keys = {name: self._fit_key(name, method) for name, method in plan.items()}
+        return eval_key(keys, self.hash, None if self.data is None else self.data.fingerprint)
 
 
 def sweep_points(
@@ -214,15 +232,11 @@ def sweep_points(
                     skipped.append(f"{name}: {error}")
             if network:
                 try:
-                    uniform_plan(model, method, fraction)
-                    points.append(Point(NETWORK, family=method, fraction=fraction))
+                    plan = uniform_plan(model, method, fraction).layers
+                    points.append(Point(NETWORK, plan=plan, budget=fraction))
                 except BudgetError as error:
                     skipped.append(f"whole network: {error}")
     return points, skipped
-
-
-def _named(on_step: Callable[[str, Step], None], name: str) -> OnStep:
-    return lambda step: on_step(name, step)
 
 
 def _nbytes(model: nn.Module) -> int:

@@ -9,15 +9,12 @@ import sys
 import time
 import traceback
 from dataclasses import replace
-from pathlib import Path
 
-import torch
-
-from psm_core.errors import PsmError
-from psm_core.experiments.jobs import INTERRUPTED, JobFolder, JobStatus, error_message
+from psm_core.checkpoint import load_model
+from psm_core.errors import PsmError, first_line
+from psm_core.experiments.jobs import INTERRUPTED, JobFolder, JobStatus
 from psm_core.experiments.store import ResultStore
-from psm_core.experiments.study import Study
-from psm_core.network.models import load_model
+from psm_core.experiments.study import Point, Study
 from psm_core.progress import JobCancelled, Step
 
 WRITE_INTERVAL = 0.25
@@ -33,9 +30,10 @@ class Progress:
 
     def __init__(self, folder: JobFolder, app: int) -> None:
         self.folder = folder
-        self.status = replace(folder.read(), state="running", started=time.time(), worker=os.getpid())
+        self.status = replace(folder.read(), state="running", started=time.time())
         self._history: list[float] = []
-        self._layer = ""
+        self._layers: list[str] = []
+        self._fits = 1
         self._app = app
         self._written = 0.0
         self.write()
@@ -61,12 +59,19 @@ class Progress:
         if os.getppid() != self._app:
             raise Abandoned
 
+    def begin(self, point: Point) -> None:
+        """Go on to the next point."""
+        self._layers, self._fits = [], max(1, len(point.plan or {}))
+        self.write(current=point.label, method=point.method_name, part=0.0, step=0, steps=0, history=())
+
     def on_step(self, layer: str, step: Step) -> None:
         """Receive an iteration of the fit at hand."""
-        if layer != self._layer or step.iteration <= 1:
-            self._history, self._layer = [], layer
+        if layer not in self._layers:
+            self._layers.append(layer)
+            self._history = []
         self._history.append(step.relative_error)
-        self.status = replace(self.status, step=step.iteration, steps=step.total)
+        part = (len(self._layers) - 1 + step.iteration / step.total) / self._fits
+        self.status = replace(self.status, part=part, step=step.iteration, steps=step.total)
         self.tick()
 
     def on_batch(self, done: int, total: int) -> None:
@@ -88,20 +93,25 @@ def run_job(store: ResultStore, job_id: str, app: int) -> JobStatus:
         study = Study(load_model(request.model), store, request.data, request.device)
         for point in request.points:
             progress.check_cancel()
-            progress.write(current=point.label, step=0, steps=0, history=())
+            progress.begin(point)
             status = progress.status
             try:
                 record = study.compute(point, progress.on_step, progress.on_batch)
                 progress.write(keys=(*status.keys, record.key), cached=status.cached + record.cached)
-            except PsmError as error:
-                progress.write(problems=(*status.problems, f"{point.label}: {error}"))
-            progress.write(done=status.done + 1, step=0, steps=0)
+            except JobCancelled:
+                raise
+            except Exception as error:  # one point's failure is not the sweep's
+                if not isinstance(error, PsmError):
+                    traceback.print_exc()
+                progress.write(problems=(*status.problems, f"{point.label}: {first_line(error)}"))
+            progress.write(done=status.done + 1, part=0.0, step=0, steps=0)
         status = progress.status
         failed = len(status.problems) == status.total > 0
         progress.write(
             state="failed" if failed else "done",
             message=status.problems[0] if failed else "",
             current="",
+            method="",
             finished=time.time(),
         )
     except Abandoned:
@@ -111,16 +121,15 @@ def run_job(store: ResultStore, job_id: str, app: int) -> JobStatus:
     except Exception as error:
         # The worker serves the next job whatever this one met; the log keeps the trace.
         traceback.print_exc()
-        progress.write(state="failed", message=error_message(error), finished=time.time())
+        progress.write(state="failed", message=first_line(error), finished=time.time())
     return progress.status
 
 
 def main() -> None:
-    """Serve jobs until standard input is closed or the app is gone."""
-    app = os.getppid()
+    """Serve jobs until standard input is closed or the app, whose number is given, is gone."""
+    root, app = sys.argv[1], int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the app's terminal is for the app
-    torch.set_flush_denormal(True)
-    store = ResultStore(Path(sys.argv[1]))
+    store = ResultStore(root)
     for line in sys.stdin:
         if os.getppid() != app:
             return

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from psm_core.errors import ParameterError, UnknownNameError
-from psm_core.methods.base import Method, Shape
+from psm_core.methods.base import Method, Shape, check_weight_shape
 
 
 def _discover() -> dict[str, type[Method]]:
@@ -19,7 +19,7 @@ def _discover() -> dict[str, type[Method]]:
             continue
         for member in vars(importlib.import_module(f"{__name__}.{module.name}")).values():
             is_method = isinstance(member, type) and issubclass(member, Method)
-            if is_method and member is not Method:
+            if is_method and member.__module__ == f"{__name__}.{module.name}":
                 found[member.name] = member
     return dict(sorted(found.items(), key=lambda item: (item[0] != "psm", item[0])))
 
@@ -43,10 +43,12 @@ def at_budget(name: str, shape: Shape, fraction: float, **fixed: Any) -> Method:
 
     Raises:
         UnknownNameError: no such method.
+        WeightError: a weight of this shape cannot be factorized.
         ParameterError: the fraction is not in (0, 1], or a fixed parameter is wrong.
         BudgetError: even the method's smallest setting stores more.
     """
     kind = get_method(name)
+    check_weight_shape(tuple(shape))
     return kind.at_budget(tuple(shape), fraction, **kind.check_fixed(fixed))
 
 

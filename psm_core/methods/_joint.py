@@ -60,7 +60,6 @@ def joint(
                 root = (scale.sqrt() * size.sqrt()).clamp_min(info.tiny)
                 best, error = [left * root, right * root], loss
     trace.flush()
-    report(trace.done, iterations, error)
     return best
 
 

@@ -13,7 +13,14 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from psm_core.errors import BudgetError, ParameterError, UnknownNameError, WeightError
+from psm_core.errors import (
+    BudgetError,
+    FitError,
+    ParameterError,
+    UnknownNameError,
+    WeightError,
+    first_line,
+)
 from psm_core.factorization import Factorization
 from psm_core.progress import OnStep, Report, Step
 
@@ -142,14 +149,18 @@ class Method(ABC):
         """`{"method": name, "version": …, "params": {…}}`; `method_from_json` reads it back."""
         return {"method": self.name, "version": self.version, "params": self.params}
 
-    def __str__(self) -> str:
+    @property
+    def setting(self) -> str:
+        """The parameters that differ from their defaults, in words: `K=10, Q=3`."""
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        shown = [
+        return ", ".join(
             f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
             for name, value in self.params.items()
             if value != defaults[name]
-        ]
-        return f"{self.title} ({', '.join(shown)})" if shown else self.title
+        )
+
+    def __str__(self) -> str:
+        return f"{self.title} ({self.setting})" if self.setting else self.title
 
     # Sizes
 
@@ -235,12 +246,14 @@ class Method(ABC):
         Half-precision weights are fitted and returned in float32, float64 stays float64. `device`
         is "auto" (the weight's accelerator, else the best there is) or a torch device name; the
         factors come back on the weight's device. `on_step` receives a `Step` an iteration and stops
-        the work by raising. `history` ends with the exact error of what is returned.
+        the work by raising. `history` has one error an iteration, the last being the exact one of what
+        is returned.
 
         Raises:
             WeightError: empty, not finite, not floating point, or not 2-D or 4-D.
             ParameterError: a parameter is out of range for this shape, or calibration statistics
                 are given to a method that fits the weight alone.
+            FitError: the computation did not converge or ran out of memory.
         """
         check_weight(weight)
         shape = tuple(weight.shape)
@@ -254,7 +267,7 @@ class Method(ABC):
         work = weight.detach().to(choose_device(device, weight), dtype)
         largest = float(work.abs().max())
         # A power of two: scaling by it and back is exact, so pruned weights stay bit-equal.
-        scale = 2.0 ** math.floor(math.log2(largest)) if largest > 0 else 1.0
+        exponent = math.floor(math.log2(largest)) if largest > 0 else 0
         history: list[float] = []
 
         def report(iteration: int, total: int, relative_error: float) -> None:
@@ -262,38 +275,38 @@ class Method(ABC):
             if on_step is not None:
                 on_step(Step(iteration, total, relative_error))
 
-        fitted = self._factorize(work / scale, report)
-        rescaled = rescale_first(fitted, scale).to(weight.device, dtype)
-        return dataclasses.replace(rescaled, history=(*history, rescaled.relative_error(weight)))
-
-
-def rescale_first(factorization: Factorization, scale: float) -> Factorization:
-    """The factorization of `scale`·Ŵ: products are linear in their first factor."""
-    first, *rest = factorization.factors
-    if isinstance(first, Tensor):
-        scaled: Any = first * scale
-    else:
-        scaled = dataclasses.replace(first, values=first.values * scale)
-    return dataclasses.replace(factorization, factors=(scaled, *rest))
+        try:
+            fitted = self._factorize(work / 2.0**exponent, report)
+        except (RuntimeError, MemoryError, ArithmeticError) as error:
+            raise FitError(
+                f"{self} failed on a weight of shape {shape_text(shape)} on {work.device.type}: "
+                f"{first_line(error)}; try a smaller setting or --device cpu"
+            ) from error
+        rescaled = fitted.scaled(exponent).to(weight.device, dtype)
+        return dataclasses.replace(rescaled, history=(*history[:-1], rescaled.relative_error(weight)))
 
 
 def check_weight(weight: Tensor) -> None:
     """Raise WeightError unless the weight can be factorized."""
     if not isinstance(weight, Tensor):
         raise WeightError(f"expected a torch tensor as weight, got {type(weight).__name__}")
-    shape = tuple(weight.shape)
     if not weight.is_floating_point():
         raise WeightError(f"expected a floating-point weight, got {weight.dtype}; convert it first")
-    if weight.dim() not in (2, 4):
-        raise WeightError(f"expected a weight of shape (out, in) or (out, in, kh, kw), got shape {shape}")
-    if weight.numel() == 0:
-        raise WeightError(f"expected a weight with entries, got an empty one of shape {shape}")
+    check_weight_shape(tuple(weight.shape))
     bad = int((~torch.isfinite(weight)).sum())
     if bad:
         raise WeightError(
             f"expected finite weights, got {bad} NaN or infinite among {weight.numel():,}; "
             "repair or retrain the layer first"
         )
+
+
+def check_weight_shape(shape: Shape) -> None:
+    """Raise WeightError unless a weight of this shape can be factorized."""
+    if len(shape) not in (2, 4):
+        raise WeightError(f"expected a weight of shape (out, in) or (out, in, kh, kw), got shape {shape}")
+    if min(shape) < 1:
+        raise WeightError(f"expected a weight with entries, got an empty one of shape {shape}")
 
 
 def choose_device(device: str, weight: Tensor) -> torch.device:
@@ -310,9 +323,8 @@ def choose_device(device: str, weight: Tensor) -> torch.device:
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
         raise ParameterError(
-            f"device '{device}' cannot be used here ({reason}); expected auto, cpu, cuda or mps"
+            f"device '{device}' cannot be used here ({first_line(error)}); expected auto, cpu, cuda or mps"
         ) from None
     return chosen
 

@@ -61,7 +61,10 @@ class PSM(Method):
     )
     iterations: int = parameter("most iterations", int, default=200, minimum=1, maximum=100_000)
     tolerance: float = parameter(
-        "stop when an iteration lowers the relative error by less", float, default=0.0, minimum=0.0
+        "stop when an iteration lowers the relative error by less than this share of it",
+        float,
+        default=0.0,
+        minimum=0.0,
     )
     seed: int = parameter("seed of the random numbers", int, default=0, minimum=0, maximum=2**63 - 1)
 
@@ -74,7 +77,7 @@ class PSM(Method):
             )
 
     def storage(self, shape: Shape) -> int:
-        """Floats stored at the most: exact for `joint`, the bound of the sparsity set otherwise."""
+        """Floats stored at the most: the budget of `joint`, the bound of the sparsity set otherwise."""
         sides = sorted(matrix_shape(shape))
         if self.algorithm == "joint":
             return max(1, min(math.floor(self.K * nominal_rows(shape, self.Q) + 1e-6), math.prod(sides)))

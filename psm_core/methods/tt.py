@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from tensorly.decomposition import tensor_train
 from torch import Tensor
 
-from psm_core.errors import BudgetError
 from psm_core.factorization import Factor, Factorization
-from psm_core.methods.base import Method, Shape, parameter
+from psm_core.methods.base import Method, Shape, floats_in_budget, parameter
 from psm_core.network.modules import ConvGeometry
 from psm_core.progress import Report
+
+ORDERS = (3, 2, 4, 5, 6)
+"""In the order in which a budget tries them."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +59,17 @@ class TensorTrain(Method):
         return max(train_ranks(modes, math.prod(modes)))
 
     @classmethod
+    def smallest(cls, shape: Shape, **fixed: Any) -> Self:
+        orders = [fixed["order"]] if "order" in fixed else ORDERS
+        return min((cls(rank=1, order=k) for k in orders), key=lambda setting: setting.storage(shape))
+
+    @classmethod
     def at_budget(cls, shape: Shape, fraction: float, **fixed: Any) -> Self:
-        """As for every method; where order 3 stores too much at rank 1, the next order that fits."""
-        try:
-            return super().at_budget(shape, fraction, **fixed)
-        except BudgetError:
-            if "order" in fixed or cls(rank=1, order=6).storage(shape) > fraction * math.prod(shape):
-                raise
-        orders = [k for k in range(2, 7) if cls(1, k).storage(shape) <= fraction * math.prod(shape)]
-        return super().at_budget(shape, fraction, order=orders[0])
+        """Of order 3, or where that stores too much at rank 1, of the first other order that fits."""
+        for order in ORDERS if "order" not in fixed else ():
+            if cls(rank=1, order=order).storage(shape) <= floats_in_budget(shape, fraction):
+                return super().at_budget(shape, fraction, order=order)
+        return super().at_budget(shape, fraction, **fixed)
 
     def _factorize(self, weight: Tensor, report: Report) -> Factorization:
         shape = tuple(weight.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import tensorly
@@ -40,15 +40,22 @@ class Tucker(Method):
     rank_in: int = parameter("rank over the input channels", int, minimum=1)
     iterations: int = parameter("sweeps of orthogonal iteration", int, default=10, minimum=1, maximum=1000)
     tolerance: float = parameter(
-        "stop when a sweep lowers the relative error by less", float, default=1e-5, minimum=0.0
+        "stop when a sweep lowers the relative error by less than this share of it",
+        float,
+        default=1e-5,
+        minimum=0.0,
     )
 
     def storage(self, shape: Shape) -> int:
         if len(shape) == 2:
             return SVD(min(self.rank_out, self.rank_in)).storage(shape)
-        out, channels, *kernel = shape
-        core = self.rank_out * self.rank_in * math.prod(kernel)
-        return out * self.rank_out + channels * self.rank_in + core
+        rank_out, rank_in = self._ranks(shape)
+        return _stored(shape, rank_out, rank_in)
+
+    def _ranks(self, shape: Shape) -> tuple[int, int]:
+        """The ranks in use: more than rank·kh·kw of the other side adds floats and no precision."""
+        area = math.prod(shape[2:])
+        return min(self.rank_out, self.rank_in * area), min(self.rank_in, self.rank_out * area)
 
     @classmethod
     def largest(cls, shape: Shape, name: str, **fixed: Any) -> float:
@@ -62,33 +69,30 @@ class Tucker(Method):
 
     @classmethod
     def at_budget(cls, shape: Shape, fraction: float, **fixed: Any) -> Self:
-        """The pair of ranks closest below the budget; within 1 % of it, the most balanced pair."""
+        """The pair of ranks closest below the budget, of those within a factor 1.5 of balance.
+
+        Balanced means the same share of both sides; the closest pair of all where none is.
+        """
         budget = floats_in_budget(shape, fraction)
         if len(shape) == 2:
             if (rank := budget // sum(shape)) < 1:
-                raise cls.too_small(shape, fraction)
+                raise cls.too_small(shape, fraction, **fixed)
             return cls(**{"rank_out": rank, "rank_in": rank, **fixed})
         out, channels, *kernel = shape
         area = math.prod(kernel)
-        pairs = []
-        for rank_out in _candidates(fixed, "rank_out", out):
+        outs = [fixed["rank_out"]] if "rank_out" in fixed else range(1, out + 1)
+        best = (False, 0, 0.0, 0, 0)
+        for rank_out in outs:
             room = (budget - out * rank_out) // (channels + rank_out * area)
-            # More than rank·kh·kw of the other side adds floats and no precision.
-            room = min(room, channels, rank_out * area)
-            for rank_in in _candidates(fixed, "rank_in", room, descending=True):
-                if rank_out > rank_in * area:
-                    break
-                stored = out * rank_out + channels * rank_in + rank_out * rank_in * area
-                if stored <= budget:
-                    imbalance = abs(math.log((rank_out / out) / (rank_in / channels)))
-                    pairs.append((stored, imbalance, rank_out, rank_in))
-                    break
-        if not pairs:
+            rank_in = fixed.get("rank_in", min(channels, room, rank_out * area))
+            if not 0 < rank_in <= room or rank_out > rank_in * area:
+                continue
+            imbalance = abs(math.log(rank_out / out / (rank_in / channels)))
+            stored = _stored(shape, rank_out, rank_in)
+            best = max(best, (imbalance <= math.log(1.5), stored, -imbalance, rank_out, rank_in))
+        *_, rank_out, rank_in = best
+        if not rank_out:
             raise cls.too_small(shape, fraction, **fixed)
-        close = 0.99 * max(pairs)[0]
-        _, _, rank_out, rank_in = min(
-            (imbalance, -stored, a, b) for stored, imbalance, a, b in pairs if stored >= close
-        )
         return cls(**{**fixed, "rank_out": rank_out, "rank_in": rank_in})
 
     def _factorize(self, weight: Tensor, report: Report) -> Factorization:
@@ -97,8 +101,7 @@ class Tucker(Method):
             factors = truncated_svd(weight, min(self.rank_out, self.rank_in))
             note = "For a Linear layer the Tucker decomposition is the SVD; it is stored as one."
             return MatrixProduct(self, shape, factors, note=note)
-        area = math.prod(shape[2:])
-        ranks = [min(self.rank_out, self.rank_in * area), min(self.rank_in, self.rank_out * area)]
+        ranks = list(self._ranks(shape))
         note = "" if ranks == [self.rank_out, self.rank_in] else f"Ranks {ranks} give the same Ŵ."
         norm = float(weight.norm())
         state: Any = "svd"
@@ -111,24 +114,29 @@ class Tucker(Method):
                 # U and V are orthonormal, so ‖W − Ŵ‖² = ‖W‖² − ‖core‖².
                 lost = max(0.0, 1.0 - (float(core.norm()) / norm) ** 2) if norm else 0.0
                 report(iteration, self.iterations, math.sqrt(lost))
-                if previous - math.sqrt(lost) < self.tolerance:
+                if previous - math.sqrt(lost) < self.tolerance * previous < math.inf:
                     break
                 previous = math.sqrt(lost)
                 state = (core, [left.clone(), right.clone()])
         return TuckerProduct(self, shape, (left, core, right), note=note)
 
 
-def _candidates(fixed: dict[str, Any], name: str, top: int, descending: bool = False) -> range:
-    """The ranks to try: the one set by hand, or 1 … top."""
-    if name in fixed:
-        return range(fixed[name], fixed[name] + 1)
-    return range(top, 0, -1) if descending else range(1, top + 1)
+def _stored(shape: Shape, rank_out: int, rank_in: int) -> int:
+    """Floats of a Tucker-2 decomposition of these ranks."""
+    out, channels, *kernel = shape
+    return out * rank_out + channels * rank_in + rank_out * rank_in * math.prod(kernel)
 
 
 class TuckerProduct(Factorization):
     """Ŵ[o, i, y, x] = Σ_ab U[o, a] · core[a, b, y, x] · V[i, b], stored as (U, core, V)."""
 
     kind = "tucker-2"
+
+    def scaled(self, exponent: int) -> Factorization:
+        """On the core alone: U and V stay orthonormal."""
+        left, core, right = self.factors
+        assert isinstance(core, Tensor)
+        return replace(self, factors=(left, core * 2.0**exponent, right))
 
     @staticmethod
     def weight_from(factors: Sequence[Factor], shape: tuple[int, ...]) -> Tensor:

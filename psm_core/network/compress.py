@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch import nn
 
-from psm_core.errors import ModelError, ParameterError
+from psm_core.errors import ModelError, ParameterError, first_line
 from psm_core.factorization import Factorization
 from psm_core.methods.base import Method
 from psm_core.network.layers import get_layer
 from psm_core.network.models import card_of, model_hash, set_card
 from psm_core.network.modules import CompressedLayer
-from psm_core.progress import OnStep, Step
+from psm_core.progress import OnLayerStep, of_layer
 
 
 def compress(
     model: nn.Module,
     plan: Mapping[str, Method | Factorization],
-    on_step: Callable[[str, Step], None] | None = None,
+    on_step: OnLayerStep | None = None,
     device: str = "auto",
 ) -> nn.Module:
     """A copy of the network in which the planned layers compute with factors.
@@ -47,15 +47,14 @@ def compress(
         small = copy.deepcopy(model)
     except (RuntimeError, TypeError) as error:
         raise ModelError(
-            f"the model cannot be copied ({str(error).splitlines()[0]}); make weights that are computed "
+            f"the model cannot be copied ({first_line(error)}); make weights that are computed "
             "from others (pruning masks, weight_norm) permanent first"
         ) from error
     set_card(small, base_hash=card_of(model).base_hash or model_hash(model))
     for name, setting in plan.items():
         layer = get_layer(small, name)
         if isinstance(setting, Method):
-            report = None if on_step is None else _named(on_step, name)
-            setting = setting.fit(layer.weight, on_step=report, device=device)
+            setting = setting.fit(layer.weight, on_step=of_layer(on_step, name), device=device)
         small = replace_layer(small, name, setting.to_module(layer))
     return small
 
@@ -77,7 +76,3 @@ def compressed_layers(model: nn.Module) -> dict[str, CompressedLayer]:
 def stored_parameters(model: nn.Module) -> int:
     """Floats that the network stores: parameters (factors instead of weights, biases) counted once."""
     return sum(p.numel() for p in model.parameters())
-
-
-def _named(on_step: Callable[[str, Step], None], name: str) -> OnStep:
-    return lambda step: on_step(name, step)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from psm_core import demo
-from psm_core.errors import DataError, UnknownNameError
+from psm_core.errors import DataError, UnknownNameError, first_line
 from psm_core.network.models import tensor_bytes
 
 SOURCES = ("demo:test", "demo:train", "the path of a .npz file with arrays x and y")
@@ -26,7 +26,6 @@ class Dataset:
     source: str
     inputs: Tensor
     labels: Tensor
-    classes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -68,15 +67,16 @@ def load_data(source: str) -> Dataset:
         if name not in ("test", "train"):
             raise UnknownNameError("demonstration data", name, ("test", "train"))
         images, labels = demo.load_images(name)
-        return Dataset(source, images, labels, tuple(demo.CLASSES))
+        return Dataset(source, images, labels)
     if not os.path.isfile(source):
         raise DataError(f"no data at '{source}'; expected {', '.join(SOURCES)}")
     try:
         with np.load(source, allow_pickle=False) as archive:
             arrays = {key: archive[key] for key in ("x", "y")}
     except Exception as error:  # a damaged archive can raise almost anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"'{source}' cannot be read ({reason}); expected a .npz with x and y") from None
+        raise DataError(
+            f"'{source}' cannot be read ({first_line(error)}); expected a .npz with x and y"
+        ) from None
     return _checked(source, arrays["x"], arrays["y"])
 
 

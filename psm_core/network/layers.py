@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from psm_core.errors import LayerError, ModelError, UnknownNameError
-from psm_core.network.models import card_of
+from psm_core.errors import LayerError, ModelError, UnknownNameError, first_line
+from psm_core.network.models import card_of, evaluating
 from psm_core.network.modules import CompressedLayer, why_not
 
 
@@ -137,20 +137,16 @@ def count_macs(model: nn.Module, example: Tensor | None = None) -> dict[str, int
     handles = [
         module.register_forward_hook(count(name))
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d | CompressedLayer)
+        if isinstance(module, nn.Linear | nn.Conv2d)
     ]
-    training = model.training
     try:
-        model.eval()
-        with torch.no_grad():
+        with evaluating(model), torch.no_grad():
             model(example)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except Exception as error:  # whatever the model's own code raises
         raise ModelError(
-            f"the model does not run on an input of shape {tuple(example.shape)}: {reason}"
+            f"the model does not run on an input of shape {tuple(example.shape)}: {first_line(error)}"
         ) from error
     finally:
-        model.train(training)
         for handle in handles:
             handle.remove()
     return macs

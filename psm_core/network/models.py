@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
-import os
+import inspect
+import re
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 from psm_core import demo
-from psm_core.errors import ModelError, UnknownNameError
+from psm_core.errors import ModelError, UnknownNameError, first_line
 
 PREFIXES = ("demo:NAME", "torchvision:NAME", "timm:NAME", "hf:NAME", "package.module:callable")
 
@@ -44,25 +46,6 @@ def card_of(model: nn.Module) -> ModelCard:
     return card if isinstance(card, ModelCard) else ModelCard()
 
 
-def load_model(source: str) -> nn.Module:
-    """A network in evaluation mode on the CPU, with its card.
-
-    Sources: `demo:NAME` (shipped, trained), `torchvision:NAME`, `timm:NAME`, `hf:NAME` (pretrained
-    weights where they can be had, else random ones, and the card's notice says so),
-    `package.module:callable` (called without arguments), or the path of a compressed checkpoint.
-
-    Raises:
-        UnknownNameError: no such model.
-        ModelError: the string is of no known form, or the model cannot be built.
-        CheckpointError: the path is not a sound checkpoint.
-    """
-    if os.path.exists(source):
-        from psm_core.checkpoint import load_checkpoint
-
-        return load_checkpoint(source)
-    return build_model(source, weights=True)
-
-
 def build_model(source: str, weights: bool) -> nn.Module:
     """The network of a source string other than a path; random weights unless `weights`."""
     prefix, _, name = source.partition(":")
@@ -84,8 +67,31 @@ def build_model(source: str, weights: bool) -> nn.Module:
 
 
 def model_hash(model: nn.Module) -> str:
-    """SHA-256 over the names, types, shapes and bytes of all parameters and buffers."""
-    return tensors_hash({n: t for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)})
+    """SHA-256 over all parameters and buffers, and over what the model does with them.
+
+    The latter is its structure as printed (strides, paddings, activations) and the source of the
+    `forward` of each class outside torch.
+    """
+    structure = re.sub(r" at 0x[0-9a-f]+", "", repr(model))
+    for kind in sorted({type(m) for m in model.modules()}, key=lambda k: f"{k.__module__}.{k.__qualname__}"):
+        if not kind.__module__.startswith("torch."):
+            with contextlib.suppress(OSError, TypeError):  # defined where there is no file
+                structure += inspect.getsource(kind.forward)
+    return tensors_hash(
+        {n: t for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}, structure
+    )
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; afterwards each module is in its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def tensors_hash(tensors: Mapping[str, torch.Tensor], description: str = "") -> str:
@@ -97,10 +103,10 @@ def tensors_hash(tensors: Mapping[str, torch.Tensor], description: str = "") -> 
     return digest.hexdigest()
 
 
-def tensor_bytes(tensor: torch.Tensor) -> bytes:
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The raw bytes of a tensor of any type."""
     flat = tensor.detach().cpu().contiguous().flatten()
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return flat.view(torch.uint8).numpy().data
 
 
 def set_card(model: nn.Module, **known: Any) -> nn.Module:
@@ -124,7 +130,7 @@ def _pretrained_or_random(
         try:
             return build(True), ""
         except (OSError, RuntimeError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = first_line(error)
             notice = f"{name} has random weights: pretrained ones could not be had ({reason})"
     else:
         notice = ""
@@ -177,7 +183,7 @@ def _huggingface(name: str, weights: bool) -> nn.Module:
             f"hf:{name}",
         )
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise ModelError(f"hf:{name} cannot be loaded: {reason}") from error
     return set_card(model, notice=notice)
 

@@ -160,7 +160,7 @@ class CompressedLayer(nn.Module):
             self.method, self.weight_shape, tuple(self.current_factors()), self.history, self.note
         )
         floating = next(self.parameters())
-        return factorization.to(floating.device, floating.dtype)
+        return factorization.to(floating.device, floating.dtype).detach()
 
     def forward(self, x: Tensor) -> Tensor:
         factors = self.current_factors()

@@ -71,6 +71,13 @@ def reload(file: Path) -> Mapping[str, np.ndarray]:
     return dict(np.load(results))
 
 
+def test_addresses_open_their_pages_also_first_on_a_fresh_server(page: Page, app: App) -> None:
+    for name in ("Compare", "Factorize", "Export", "Model"):
+        page.goto(f"{app.url}/{name.lower().removeprefix('model')}")
+        settled(page, name)
+        expect(page.get_by_role("link", name=name, exact=True)).to_be_visible()
+
+
 def test_from_a_model_to_a_file_that_reloads(page: Page, app: App, tmp_path: Path) -> None:
     page.goto(app.url)
     settled(page, "Model")
@@ -140,9 +147,3 @@ def test_a_job_outlives_a_refresh_and_stops_when_cancelled(page: Page, app: App)
     expect(page.get_by_role("progressbar")).to_be_visible()
     click(page, "Cancel")
     expect(page.get_by_text(re.compile("Cancelled after .* what was finished is kept"))).to_be_visible()
-
-
-def test_every_page_opens_by_its_address(page: Page, app: App) -> None:
-    for name in ("Factorize", "Compare", "Export", "Model"):
-        page.goto(f"{app.url}/{name.lower()}" if name != "Model" else app.url)
-        settled(page, name)
