@@ -212,9 +212,10 @@ def test_the_number_of_factors_moves_k_and_not_the_budget(open_page: Open) -> No
 
 
 def test_above_break_even_it_warns(open_page: Open) -> None:
-    at = open_page("factorize", methods="svd")
-    slider = at.slider(key="form.svd.rank")
-    slider.set_value(slider.max).run()
+    at = open_page("factorize", methods="svd,psm")
+    ranks, sparsities = (at.slider(key=key) for key in ("form.svd.rank", "form.psm.K"))
+    assert sparsities.max == pytest.approx(ranks.max, rel=0.05)  # as many floats for each step
+    ranks.set_value(ranks.max).run()
     assert any("break-even" in warning.value for warning in sound(at).warning)
 
 

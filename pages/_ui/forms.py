@@ -183,11 +183,11 @@ def _top(method: Method, parameter: str, shape: Shape) -> tuple[int, int]:
     largest = int(method.largest(shape, parameter, **others))
     low, high = 1, largest
     while low < high:
-        middle = (low + high + 1) // 2
-        if dataclasses.replace(method, **{parameter: middle}).storage(shape) <= dense:
-            low = middle
+        middle = (low + high) // 2
+        if dataclasses.replace(method, **{parameter: middle}).storage(shape) < dense:
+            low = middle + 1
         else:
-            high = middle - 1
+            high = middle
     return min(largest, max(low + 1, math.ceil(1.25 * low), round(getattr(method, parameter)))), low
 
 
