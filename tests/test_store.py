@@ -92,10 +92,10 @@ def test_network_records_keep_their_figures(store: psm.ResultStore) -> None:
     record = record_of(fitted(), layer=NETWORK, params={"budget": 0.1, "plan": plan}, **figures)
     store.put(record)
     assert store.get(record.key, record.model_hash, NETWORK) == dataclasses.replace(record, cached=True)
-    frame = store.networks(record.model_hash)
+    frame = store.query(model_hash=record.model_hash, layer=NETWORK)
     assert list(frame.columns) == COLUMNS
     assert frame["accuracy"].tolist() == [0.9251]
-    assert store.networks("0" * 64).empty
+    assert store.query(model_hash="0" * 64).empty
 
 
 def test_queries_select_and_the_last_record_of_a_key_counts(store: psm.ResultStore) -> None:

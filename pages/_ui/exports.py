@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pages._ui import resources
-from psm_core.checkpoint import FILE_NAME, save_checkpoint, verify_checkpoint
+from psm_core.checkpoint import FILE_NAME, save_verified
 from psm_core.experiments.plan import write_recipe
 from psm_core.experiments.record import NETWORK, Record, from_row
 from psm_core.experiments.study import plan_method
@@ -74,11 +74,10 @@ def build(network: resources.Network, choice: Choice, target: Path) -> dict[str,
     Raises:
         CheckpointError: it cannot be written, or does not reload to the same outputs.
     """
-    (target / PROOF).unlink(missing_ok=True)
-    file = save_checkpoint(network.study.compressed(choice.plan), target / FILE_NAME)
+    result = save_verified(network.study.compressed(choice.plan), target)
     write_recipe(target / "recipe.json", choice.plan, network.source)
-    seal = {"sha256": _sha256(file), "mtime_ns": file.stat().st_mtime_ns}
-    proof = {**asdict(verify_checkpoint(target)), **seal}
+    file = target / FILE_NAME
+    proof = {**asdict(result), "sha256": _sha256(file), "mtime_ns": file.stat().st_mtime_ns}
     write_atomically(target / PROOF, json.dumps(proof).encode())
     return proof
 

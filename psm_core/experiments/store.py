@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from psm_core.errors import CheckpointError, PsmError, StoreError
-from psm_core.experiments.record import COLUMNS, NETWORK, Record, from_row, to_row
+from psm_core.experiments.record import COLUMNS, Record, from_row, to_row
 from psm_core.factorization import Factorization
 from psm_core.files import remove_abandoned, write_atomically
 from psm_core.methods import method_from_json
@@ -138,10 +138,6 @@ class ResultStore:
         with self._connect() as db:
             rows = db.execute(f"SELECT * FROM records WHERE {where} ORDER BY created, rowid", values)
             return pd.DataFrame.from_records(rows.fetchall(), columns=COLUMNS, coerce_float=True)
-
-    def networks(self, model_hash: str) -> pd.DataFrame:
-        """The whole-network records of a model."""
-        return self.query(model_hash=model_hash, layer=NETWORK)
 
     def _factor_file(self, key: str) -> Path:
         return self.root / "factors" / key[:2] / f"{key}.safetensors"
