@@ -280,6 +280,11 @@ class JobRunner:
             self._worker = subprocess.Popen(
                 [sys.executable, "-m", "psm_core.experiments.worker", str(self.store.root), str(os.getpid())],
                 stdin=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                # Threads that wait asleep leave the processor to the app and to other programs.
+                env={
+                    "OMP_WAIT_POLICY": "passive",
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(sys.path),
+                },
             )
         return self._worker

@@ -14,6 +14,7 @@ Between two exchanges each row of A, then each column of B, makes one exact line
 gradient, preconditioned by the norms of the inner units.
 """
 
+import math
 import warnings
 
 import torch
@@ -22,7 +23,8 @@ from torch import Tensor
 from psm_core.methods._palm4msa import Trace
 from psm_core.progress import Report
 
-_LOW_RANK = 0.8  # share of the budget that the start spends on low rank, the rest on sparse
+_LOW_RANK = 2.0  # budgets that go into the low-rank part of the start, before it is cut to one budget
+_REST = 0.2  # and into its sparse part
 _EXCHANGE = 0.95  # share of the iterations with exchanges
 _ENTRY = 0.5  # an entering entry takes this part of the value which is best for it alone
 _SPARSE = 1 / 8  # density below which a CPU multiplies faster by compressed rows
@@ -44,21 +46,31 @@ def joint(
     unit = target / scale
     unit = unit * (unit.abs() > info.eps**2)  # far below rounding: only a source of denormals
     size = unit.square().mean().sqrt().clamp_min(info.tiny)
-    unit, norm = unit / size, max(unit.numel(), 1) ** 0.5
+    unit, norm = unit / size, math.sqrt(max(unit.numel(), 1))
     trace = Trace(report, iterations)
 
+    def error_of(*factors: Tensor) -> float:
+        rest = unit - factors[0] if len(factors) == 1 else torch.addmm(unit, *factors, alpha=-1)
+        return float(torch.linalg.vector_norm(rest)) / norm
+
     kept = _largest(target.abs().flatten(), nonzeros).view_as(target)
-    best, error = [target * kept], float(torch.linalg.vector_norm(unit * ~kept)) / norm
+    best, error = [target * kept], error_of(unit * kept)
+    trace.pulse(error)
     if Q >= 2 and error > 0:
-        low_rank = _low_rank(unit, nonzeros // sum(target.shape))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Sparse CSR tensor support")
-            exchanged = _exchange(unit, low_rank, nonzeros, iterations, tolerance, trace)
-        for left, right in (low_rank, exchanged):
-            loss = float(torch.linalg.vector_norm(torch.addmm(unit, left, right, alpha=-1))) / norm
-            if loss < error:
-                root = (scale.sqrt() * size.sqrt()).clamp_min(info.tiny)
-                best, error = [left * root, right * root], loss
+        root = (scale.sqrt() * size.sqrt()).clamp_min(info.tiny)
+        low_rank = _low_rank(unit, int(_LOW_RANK * nonzeros / sum(target.shape)))
+        bar = min(error, *(_sum_error(unit, low_rank, nonzeros, share) / norm for share in (0.25, 0.5, 0.75)))
+        pair = _cut(low_rank, nonzeros // sum(target.shape))
+        if (loss := error_of(*pair)) < error:
+            best, error = [factor * root for factor in pair], loss
+        bar = min(bar, error)
+        for attempt, boldness in enumerate((min(1.2 + 10 * nonzeros / target.numel(), 3.5), 1.0), 1):
+            trace.total = attempt * iterations
+            pair = _exchange(unit, low_rank, nonzeros, iterations, boldness, tolerance, trace)
+            if (loss := error_of(*pair)) < error:
+                best, error = [factor * root for factor in pair], loss
+            if error < bar:
+                break  # else too bold for so small a support: once more, with care
     trace.flush()
     return best
 
@@ -79,16 +91,30 @@ def _low_rank(target: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return (left, right) if m <= n else (right.mT, left.mT)
 
 
+def _cut(low_rank: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
+    return low_rank[0][:, :rank], low_rank[1][:rank]
+
+
+def _sum_error(target: Tensor, low_rank: tuple[Tensor, Tensor], nonzeros: int, share: float) -> float:
+    """Error of low-rank + sparse, the former with this share of the non-zeros.
+
+    As a sum, they need no identity beside the sparse part: no point of the set, but an error to beat.
+    """
+    rank = int(share * nonzeros / sum(target.shape))
+    rest = torch.addmm(target, *_cut(low_rank, rank), alpha=-1)
+    kept = _largest(rest.abs().flatten(), nonzeros - rank * sum(target.shape)).view_as(rest)
+    return float(torch.linalg.vector_norm(rest * ~kept))
+
+
 def _start(target: Tensor, low_rank: tuple[Tensor, Tensor], nonzeros: int) -> list[Tensor]:
     """Low-rank + sparse split W ≈ U·V + S as factors Aᵀ (k × m) and B (k × n) of N non-zeros.
 
     A·B is [U D]·[V; D⁻¹S], or [U SD⁻¹]·[V; D] for a tall target; D balances the two halves of a unit.
     """
     m, n = target.shape
-    rank = int(_LOW_RANK * nonzeros / (m + n))
-    U, V = low_rank[0][:, :rank], low_rank[1][:rank]
+    U, V = low_rank
     rest = torch.addmm(target, U, V, alpha=-1)
-    S = rest * _largest(rest.abs().flatten(), max(nonzeros - U.numel() - V.numel(), 1)).view_as(rest)
+    S = rest * _largest(rest.abs().flatten(), math.ceil(_REST * nonzeros)).view_as(rest)
     S = S if m <= n else S.mT
     D = torch.linalg.vector_norm(S, dim=1).sqrt()
     D = torch.where(D > 0, D, D.mean().clamp_min(torch.finfo(D.dtype).tiny))
@@ -107,17 +133,18 @@ def _exchange(
     low_rank: tuple[Tensor, Tensor],
     nonzeros: int,
     iterations: int,
+    boldness: float,
     tolerance: float,
     trace: Trace,
 ) -> tuple[Tensor, Tensor]:
     """Anneal the support of the start and fit its values; factors A (m × k) and B (k × n)."""
     tiny = torch.finfo(target.dtype).tiny
     factors = _start(target, low_rank, nonzeros)
-    boldness = min(1.2 + 8 * nonzeros / target.numel(), 3.0)
-    exchanges, norm, previous = int(_EXCHANGE * iterations), target.numel() ** 0.5, torch.inf
+    exchanges, norm, previous = int(_EXCHANGE * iterations), math.sqrt(target.numel()), torch.inf
     masks = [factor != 0 for factor in factors]
-    product = _Product(factors, masks)
-    rest = target - product.of(*factors)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support")  # said once a process
+        rest = target - (product := _Product(masks)).of(*factors)
     for iteration in range(iterations):
         if 0 < iteration <= exchanges:
             gamma = boldness * (1 - iteration / exchanges)
@@ -125,15 +152,17 @@ def _exchange(
             for side, (factor, mask) in enumerate(zip(factors, masks, strict=True)):
                 weight = factors[1 - side].square().sum(1, keepdim=True).clamp_min(tiny)
                 best = product.against(side, factors, rest) / weight
+                trace.pulse()
                 scores.append(torch.where(mask, factor, best * gamma**0.5).square_().mul_(weight))
                 values.append(torch.where(mask, factor, best.mul_(_ENTRY)))
             masks = _places(scores, nonzeros, exact=iteration == exchanges)
             factors = [value.mul_(mask) for value, mask in zip(values, masks, strict=True)]
-            product = _Product(factors, masks)
+            product = _Product(masks)
             rest = target - product.of(*factors)
         for side in (0, 1):
             weight = factors[1 - side].square().sum(1, keepdim=True).clamp_min(tiny)
             direction = product.against(side, factors, rest).mul_(masks[side]).div_(weight)
+            trace.pulse()
             change = product.of(*(direction if side == one else factors[one] for one in (0, 1)))
             length = (rest * change).sum(1 - side) / change.square().sum(1 - side).clamp_min_(tiny)
             factors[side].addcmul_(direction, length)
@@ -153,13 +182,13 @@ def _exchange(
 class _Product:
     """The products of one pair of supports, Aᵀ (k × m) and B (k × n), by compressed rows if they pay."""
 
-    def __init__(self, factors: list[Tensor], masks: list[Tensor]) -> None:
+    def __init__(self, masks: list[Tensor]) -> None:
+        self.rows = _Rows(masks[0], transposed=True)
         self.units = [_Rows(mask) for mask in masks]
-        self.rows = _Rows(masks[0].mT)
 
     def of(self, left: Tensor, right: Tensor) -> Tensor:
         """A·B, (m, n)."""
-        return self.rows.times(left.mT, right)
+        return self.rows.times(left, right)
 
     def against(self, side: int, factors: list[Tensor], rest: Tensor) -> Tensor:
         """(E·Bᵀ)ᵀ for side 0, (k, m), or Aᵀ·E for side 1, (k, n): downhill for the factor of that side."""
@@ -167,24 +196,26 @@ class _Product:
 
 
 class _Rows:
-    """Support of a matrix, for its products."""
+    """Support of a matrix, for products of it or of its transpose with dense matrices."""
 
-    def __init__(self, mask: Tensor) -> None:
-        self.shape = mask.shape
+    def __init__(self, mask: Tensor, transposed: bool = False) -> None:
+        self.transposed = transposed
+        rows, cols = self.shape = mask.shape[::-1] if transposed else mask.shape
         self.compressed = mask.is_cpu and int(mask.sum()) < _SPARSE * mask.numel()
         if self.compressed:
-            self.places = mask.reshape(-1).nonzero().squeeze(1)
-            self.columns = (self.places % mask.shape[1]).int()
+            mask = mask.mT if transposed else mask
+            places = mask.reshape(-1).nonzero().squeeze(1)
+            columns = places % cols
+            self.places = columns * rows + places // cols if transposed else places
+            self.columns = columns.int()
             self.starts = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
 
     def times(self, matrix: Tensor, other: Tensor) -> Tensor:
         if not self.compressed:
-            return matrix @ other
-        values = matrix.reshape(-1)[self.places]
-        return (
-            torch.sparse_csr_tensor(self.starts, self.columns, values, self.shape, check_invariants=False)
-            @ other
-        )
+            return (matrix.mT if self.transposed else matrix) @ other
+        values = matrix.view(-1)[self.places]
+        rows = torch.sparse_csr_tensor(self.starts, self.columns, values, self.shape, check_invariants=False)
+        return rows @ other.contiguous()  # strides would more than double the time
 
 
 def _largest(score: Tensor, count: int) -> Tensor:

@@ -10,6 +10,7 @@ Sources: Le Magoarou & Gribonval, "Flexible multilayer sparse approximations of 
 applications", IEEE JSTSP 2016; Giffon et al., "PSM-nets", IJCNN 2021 (the union constraint).
 """
 
+import math
 import time
 from collections.abc import Callable
 
@@ -80,20 +81,28 @@ class Trace:
     """Relative errors of a fit, reported together every tenth of a second: the device is not waited for."""
 
     def __init__(self, report: Report, total: int) -> None:
-        self.report, self.total, self.done = report, total, 0
+        self.report, self.total, self.done, self.error = report, total, 0, 1.0
         self.pending: list[Tensor] = []
-        self.flushed = -1.0
+        self.reported = -math.inf
 
     def add(self, error: Tensor) -> None:
+        """The error after one more iteration, still on its device."""
         self.pending.append(error)
-        if time.monotonic() - self.flushed > _REPORT_EVERY:
+        self.pulse()
+
+    def pulse(self, error: float | None = None) -> None:
+        """A chance to report inside a long iteration; ``error`` if it is known without an iteration."""
+        self.error = self.error if error is None else error
+        if time.monotonic() - self.reported > _REPORT_EVERY:
+            if not self.pending:
+                self.report(self.done, self.total, self.error)
             self.flush()
 
     def flush(self) -> None:
         for error in torch.stack(self.pending).tolist() if self.pending else ():
-            self.done += 1
-            self.report(self.done, self.total, error)
-        self.pending, self.flushed = [], time.monotonic()
+            self.done, self.error = self.done + 1, error
+            self.report(self.done, self.total, self.error)
+        self.pending, self.reported = [], time.monotonic()
 
 
 class _Fit:

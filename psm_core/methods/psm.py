@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from psm_core.errors import ParameterError
-from psm_core.factorization import Factorization, MatrixProduct
+from psm_core.factorization import Factor, Factorization, MatrixProduct
 from psm_core.methods._joint import joint
 from psm_core.methods._palm4msa import hierarchical, palm4msa
 from psm_core.methods.base import (
@@ -27,17 +27,18 @@ from psm_core.sparse import SparseMatrix
 class PSM(Method):
     """W ≈ S₁S₂…S_Q with sparse factors, of about K non-zeros a row and a column each.
 
-    The nominal factors are Q − 1 square ones of the smaller side of W and one of W's own shape, so
-    the budget is K·((Q − 1)·min + max) floats, with (min, max) the sides of the matrix out × in·kh·kw.
+    The nominal factors are one of W's own shape and Q − 1 square ones of its smaller side, where W
+    is the matrix out × (in·kh·kw) with sides (min, max).
 
-    `joint` (the default) spends that budget freely: the non-zeros go where they lower the error
-    most, over rows, factors and a free inner dimension, and Q is the most factors it may use. SVD,
-    pruning and low-rank + sparse are special cases, and it does not lose to them.
+    `joint` (the default) has a budget of K·((Q − 1)·min + max) floats and spends it freely: the
+    non-zeros go where they lower the error most, over rows, factors and a free inner dimension. Q
+    is the most factors it may use, and it uses one or two: in trials a third gained nothing. SVD
+    and pruning are special cases; it returns them, and says so, where they are best.
 
-    `palm4msa` and `hierarchical` are the published algorithms (Le Magoarou & Gribonval 2016), with
-    the constraint sets of PSM-nets (Giffon et al., IJCNN 2021): `splincol` keeps the K largest of
-    each row and of each column, between K·max and K·(rows + cols) non-zeros a factor; `row` and
-    `column` keep K each; `global` keeps the K·max(rows, cols) largest.
+    `palm4msa` and `hierarchical` are the published algorithms (Le Magoarou & Gribonval, IEEE JSTSP
+    2016), with the constraint sets of PSM-nets (Giffon et al., IJCNN 2021): `splincol` keeps the K
+    largest of each row and of each column, between K·max(rows, cols) and K·(rows + cols) non-zeros
+    a factor; `row` and `column` keep K each; `global` keeps the K·max(rows, cols) largest.
     """
 
     name = "psm"
@@ -46,7 +47,7 @@ class PSM(Method):
     size_parameter = "K"
 
     K: float = parameter("non-zeros per row and per column of a factor", float, above=0.0)
-    Q: int = parameter("number of factors", int, default=2, minimum=1, maximum=8)
+    Q: int = parameter("number of factors (joint: at the most)", int, default=2, minimum=1, maximum=8)
     algorithm: str = parameter(
         "how the factors are found",
         str,
@@ -120,8 +121,16 @@ class PSM(Method):
             run = palm4msa if self.algorithm == "palm4msa" else hierarchical
             factors = run(matrix, K=int(self.K), constraint=self.constraint, **common)
         # A factor without zeros needs no indices.
-        stored = [f if bool((f != 0).all()) else SparseMatrix.from_dense(f) for f in factors]
-        return MatrixProduct(self, shape, tuple(stored))
+        stored: list[Factor] = [f if bool((f != 0).all()) else SparseMatrix.from_dense(f) for f in factors]
+        return MatrixProduct(self, shape, tuple(stored), note=self._note(stored))
+
+    def _note(self, factors: list[Factor]) -> str:
+        """Which special case the joint fit came to, if it did."""
+        if self.algorithm == "joint" and self.Q > 1 and len(factors) == 1:
+            return "At this budget pruning is the best product of sparse matrices found."
+        if self.algorithm == "joint" and not any(isinstance(f, SparseMatrix) for f in factors):
+            return "At this budget the SVD is the best product of sparse matrices found."
+        return ""
 
 
 def nominal_shapes(shape: Shape, Q: int) -> list[tuple[int, int]]:
