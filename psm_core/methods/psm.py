@@ -60,7 +60,7 @@ class PSM(Method):
         default="splincol",
         choices=("splincol", "row", "column", "global"),
     )
-    iterations: int = parameter("most iterations", int, default=200, minimum=1, maximum=100_000)
+    iterations: int = parameter("most iterations", int, default=100, minimum=1, maximum=100_000)
     tolerance: float = parameter(
         "stop when an iteration lowers the relative error by less than this share of it",
         float,
