@@ -192,7 +192,7 @@ with page(
     job_id, skipped = st.session_state.get("skipped", ("", []))
     if status is not None and status.id == job_id and skipped:
         with st.expander(f"{text.count(len(skipped), 'combination')} cannot meet its budget"):
-            st.markdown("\n".join(f"- {reason}" for reason in skipped))
+            st.markdown("\n".join(f"- {text.plain(reason)}" for reason in skipped))
     if network.has_results():
         view = choose_view(network, network.study.records())
         if view.empty:

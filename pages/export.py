@@ -13,7 +13,7 @@ from pages._ui.shell import page
 from psm_core import plots
 from psm_core.checkpoint import FILE_NAME
 from psm_core.experiments.plan import uniform_plan
-from psm_core.experiments.record import NETWORK, Record
+from psm_core.experiments.record import NETWORK, Record, size_change
 from psm_core.experiments.study import Point
 from psm_core.methods import METHODS
 from psm_core.methods.base import Method
@@ -215,7 +215,7 @@ def offer(network: resources.Network, choice: exports.Choice, folder: Path, done
     dense = network.dense().nbytes
     st.success(
         f"Verified in a fresh process: {text.size(done['nbytes'])} on disk, "
-        f"{dense / done['nbytes']:.1f}× smaller than the {text.size(dense)} of the dense tensors. "
+        f"{size_change(dense, done['nbytes'])} than the {text.size(dense)} of the dense tensors. "
         f"{_difference_text(done)}",
         icon=":material/verified:",
     )

@@ -53,7 +53,7 @@ def settings(
     lead_layer = max(layers, key=network.floats)
     if len(layers) > 1:
         st.caption(
-            f"The sliders show **{lead_layer}**, the largest of the {len(layers)} layers; the "
+            f"The sliders show **{text.plain(lead_layer)}**, the largest of the {len(layers)} layers; the "
             "others get the sizes that meet the same budget."
         )
     wanted: list[tuple[str, Method]] = []
@@ -74,7 +74,7 @@ def settings(
                         missed.append(f"{layer}: {error}")
     if missed:
         with st.expander(f"{text.count(len(missed), 'combination')} cannot meet this budget"):
-            st.markdown("\n".join(f"- {reason}" for reason in missed))
+            st.markdown("\n".join(f"- {text.plain(reason)}" for reason in missed))
     with_advanced = [name for name in methods if forms.has_advanced(name)]
     if with_advanced:
         with st.expander("Advanced parameters"):

@@ -26,7 +26,7 @@ from psm_core.errors import CheckpointError, PsmError, first_line
 from psm_core.experiments.evaluation import default_data
 from psm_core.experiments.record import library_versions
 from psm_core.factorization import Factorization
-from psm_core.files import write_atomically
+from psm_core.files import remove_abandoned, write_atomically
 from psm_core.methods import method_from_json
 from psm_core.network.compress import compressed_layers, replace_layer, stored_parameters
 from psm_core.network.layers import get_layer
@@ -97,7 +97,8 @@ def save_verified(model: nn.Module, folder: str | Path) -> Verification:
         CheckpointError: it cannot be written, does not reload, or computes something else.
     """
     target = Path(folder) / FILE_NAME
-    unverified = target.with_name(f"unverified-{os.getpid()}.safetensors")
+    unverified = target.with_name(f".{os.getpid()}-unverified.part")
+    remove_abandoned(target.parent.glob(".*.part"))
     try:
         result = verify_checkpoint(save_checkpoint(model, unverified))
         os.replace(unverified, target)
@@ -192,10 +193,7 @@ def reload_checkpoint(path: str | Path, architecture: str = "") -> Verification:
     probe = manifest["probe"]
     difference, inputs = None, str(probe.get("none", ""))
     if not inputs:
-        expected = tensors["probe"].double()
-        largest = float(expected.abs().max()) or 1.0
-        found = _outputs(model, probe).double()
-        difference = float((found - expected).abs().max()) / largest
+        difference = _difference(_outputs(model, probe).double(), tensors["probe"].double())
         inputs = f"{probe['count']} inputs from {probe['data'] or 'a normal distribution'}"
     return Verification(
         path=str(path),
@@ -206,6 +204,15 @@ def reload_checkpoint(path: str | Path, architecture: str = "") -> Verification:
         difference=difference,
         inputs=inputs,
     )
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """The largest |found − expected| over the largest finite |expected|; equal NaN or ∞ are equal."""
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    apart = torch.where(same, 0.0, (found - expected).abs()).nan_to_num(nan=torch.inf)
+    finite = expected[expected.isfinite()].abs()
+    size = float(finite.max()) if finite.numel() else 0.0
+    return float(apart.max()) / (size or 1.0)
 
 
 def checkpoint_file(path: str | Path) -> Path:

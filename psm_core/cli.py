@@ -21,7 +21,7 @@ from psm_core.checkpoint import FILE_NAME, load_model, save_verified, verify_che
 from psm_core.errors import ParameterError, PsmError
 from psm_core.experiments.evaluation import evaluate
 from psm_core.experiments.plan import read_recipe, uniform_plan, write_recipe
-from psm_core.experiments.record import COLUMNS, Record, to_row
+from psm_core.experiments.record import COLUMNS, Record, size_change, to_row
 from psm_core.experiments.store import ResultStore
 from psm_core.experiments.study import Study, sweep_points
 from psm_core.files import write_atomically
@@ -232,7 +232,7 @@ def _compress(options: argparse.Namespace) -> None:
         print(json.dumps(document | {"difference": result.difference}, indent=2))
         return
     print(f"{out / FILE_NAME}: {result.nbytes:,} bytes, from {record.dense_nbytes:,} "
-          f"({record.dense_nbytes / result.nbytes:.1f}× smaller)")  # fmt: skip
+          f"({size_change(record.dense_nbytes, result.nbytes)})")  # fmt: skip
     print(f"  parameters  {record.parameters:,} of {record.dense_parameters:,} ({record.fraction:.2%})")
     print(f"  layers      {len(plan)} compressed by {record.method}; see recipe.json")
     if record.accuracy is not None:

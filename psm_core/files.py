@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -25,9 +26,9 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
 
 
-def remove_abandoned(root: Path) -> None:
-    """Delete the half-written files of processes that are no more."""
-    for part in root.rglob(".*.part"):
+def remove_abandoned(parts: Iterable[Path]) -> None:
+    """Delete those half-written files (`.PID-….part`) whose processes are no more."""
+    for part in parts:
         owner = part.name[1:].split("-")[0]
         if owner.isdigit() and not process_alive(int(owner)):
             part.unlink(missing_ok=True)

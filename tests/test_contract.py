@@ -194,13 +194,14 @@ def test_low_precision_weights_are_fitted_in_float32(name: str, dtype: torch.dty
 
 
 @methods
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_scale_does_not_matter(name: str, scale: float) -> None:
+@pytest.mark.parametrize("exponent", [-100, 0, 100])
+def test_scale_does_not_matter(name: str, exponent: int) -> None:
+    """Entries of about 1e-30 and 1e30; by a power of two, so that not even the rounding differs."""
     weight = weight_of((20, 30), dtype=torch.float32)
     method = psm.at_budget(name, (20, 30), 0.3)
     expected = method.fit(weight).relative_error(weight)
-    scaled = (weight.double() * scale).float()
-    assert method.fit(scaled).relative_error(scaled) == pytest.approx(expected, rel=1e-2)
+    scaled = weight * 2.0**exponent
+    assert method.fit(scaled).relative_error(scaled) == pytest.approx(expected, rel=1e-5)
 
 
 @methods
@@ -223,6 +224,9 @@ def test_bad_weights_are_named(name: str) -> None:
         (torch.zeros(4), "shape"),
         (torch.zeros(2, 3, 4), "shape"),
         (torch.zeros(4, 4, dtype=torch.int64), "floating"),
+        (torch.zeros(4, 4, device="meta"), "meta"),
+        (torch.eye(4).to_sparse(), "layout"),
+        (torch.eye(4).to(torch.float8_e4m3fn), "float8"),
         (np.zeros((4, 4)), "torch tensor"),
     ]:
         with pytest.raises(WeightError, match=message):
@@ -345,3 +349,22 @@ def test_factors_share_the_scale() -> None:
     u, _, v = psm.Tucker(rank_out=3, rank_in=2).fit(kernel).factors
     assert torch.allclose(u.T @ u, torch.eye(3, dtype=torch.float64))
     assert torch.allclose(v.T @ v, torch.eye(2, dtype=torch.float64))
+
+
+@methods
+def test_an_error_of_the_callback_is_its_own(name: str) -> None:
+    def broken(step: psm.Step) -> None:
+        raise RuntimeError("the plot is gone")
+
+    weight = weight_of((40, 30, 3, 3), dtype=torch.float32)
+    method = psm.at_budget(name, tuple(weight.shape), 0.2)
+    if len(method.fit(weight).history) > 1:
+        with pytest.raises(RuntimeError, match=r"^the plot is gone$"):
+            method.fit(weight, on_step=broken)
+
+
+def test_frozen_layers_stay_frozen() -> None:
+    layer = nn.Linear(12, 9).requires_grad_(False)
+    for method in (psm.SVD(rank=2), psm.Prune(fraction=0.2)):
+        module = method.fit(layer.weight).to_module(layer)
+        assert not any(p.requires_grad for p in module.parameters())

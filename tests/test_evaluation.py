@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import psm_core as psm
-from psm_core.errors import DataError, ModelError, UnknownNameError
+from psm_core.errors import DataError, ModelError, ParameterError, UnknownNameError, WeightError
 from psm_core.experiments.evaluation import wilson
 from psm_core.network.data import Dataset, load_data
 
@@ -257,3 +257,20 @@ def test_batches_of_large_inputs_are_small() -> None:
     head = nn.Sequential(nn.AvgPool2d(600), nn.Flatten(), nn.Linear(12, 2))
     psm.evaluate(head, data, lambda done, total: sizes.append(done))
     assert sizes == [1, 2, 3]
+
+
+def test_outputs_that_are_not_numbers_are_named() -> None:
+    network = nn.Linear(4, 3)
+    network.weight.data[0, 0] = float("nan")
+    data = Dataset("d", torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(DataError, match="not numbers"):
+        psm.evaluate(network, data)
+
+
+def test_a_bad_weight_is_named_with_its_layer(store: psm.ResultStore) -> None:
+    network = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    network[1].weight.data[0, 0] = float("inf")
+    with pytest.raises(WeightError, match=r"layer '1': .*1 NaN or infinite among 9"):
+        psm.Study(network, store).network({"0": psm.SVD(rank=1), "1": psm.SVD(rank=1)})
+    with pytest.raises(ParameterError, match="device 'zz'"):
+        psm.Study(network, store, device="zz")

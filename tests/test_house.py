@@ -33,6 +33,8 @@ ABOVE = {
     "psm_core/plots.py": ("psm_core.checkpoint", "psm_core.cli"),
     "pages": ("app", "tests"),
 }
+# A program of its own, that nothing imports, stands above all it uses.
+PROGRAMS = (Path("psm_core/experiments/worker.py"),)
 
 
 def imports(nodes: list[ast.stmt], everywhere: bool) -> Iterator[str]:
@@ -66,6 +68,7 @@ def within(name: str, packages: tuple[str, ...]) -> bool:
 def test_imports_flow_one_way(place: str) -> None:
     files = [source for source in SOURCES if source.is_relative_to(place)]
     assert files, f"{place} has no source file"
+    files = [file for file in files if file not in PROGRAMS or place == "psm_core"]
     wrong = [(str(file), name) for file in files for name in found(file) if within(name, ABOVE[place])]
     assert not wrong
 

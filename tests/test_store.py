@@ -405,3 +405,15 @@ def test_a_new_version_of_a_method_has_new_keys(monkeypatch: pytest.MonkeyPatch)
     before = fit_key(psm.SVD(rank=1), WEIGHT)
     monkeypatch.setattr(psm.SVD, "version", psm.SVD.version + 1)
     assert fit_key(psm.SVD(rank=1), WEIGHT) != before
+
+
+def test_a_folder_deleted_meanwhile_is_made_again(tmp_path: Path) -> None:
+    store = psm.ResultStore(tmp_path / "cache")
+    record = record_of(fitted())
+    store.put(record, fitted())
+    shutil.rmtree(tmp_path / "cache")
+    assert store.query().empty
+    assert store.get(record.key) is None
+    store.put(record, fitted())
+    assert store.get(record.key) == dataclasses.replace(record, cached=True)
+    assert store.factors(record.key) is not None

@@ -13,7 +13,7 @@ from typing import Any
 
 import streamlit as st
 
-from pages._ui import memory
+from pages._ui import memory, text
 from psm_core.errors import BudgetError, ParameterError
 from psm_core.methods import METHODS, method_from_json
 from psm_core.methods.base import Method, Parameter, Shape
@@ -70,7 +70,7 @@ def method_form(name: str, shape: Shape, fraction: float) -> Method | None:
     try:
         method = setting(name, shape, fraction)
     except BudgetError as error:
-        st.warning(str(error), icon=":material/straighten:")
+        st.warning(text.plain(error), icon=":material/straighten:")
         lowest = math.ceil(error.smallest_fraction * 1e4) / 100
         st.button(
             f"Raise the budget to {lowest:g} %",
@@ -81,7 +81,7 @@ def method_form(name: str, shape: Shape, fraction: float) -> Method | None:
         )
         return None
     except ParameterError as error:
-        st.error(str(error), icon=":material/error:")
+        st.error(text.plain(error), icon=":material/error:")
         st.button("Back to the defaults", key=f"reset.{name}", on_click=pinned(name).clear)
         return None
     stored, dense = method.storage(shape), math.prod(shape)

@@ -70,7 +70,7 @@ def _draw_active(slot: str, status: JobStatus) -> None:
     if button.button("Cancel", key=f"cancel.{slot}", icon=":material/stop_circle:", width="stretch"):
         resources.runner().cancel(status.id)
     if len(status.history) > 1:
-        st.caption(f"{status.current}: relative error {status.history[-1]:.4f} (↓ better)")
+        st.caption(f"{text.plain(status.current)}: relative error {status.history[-1]:.4f} (↓ better)")
         st.plotly_chart(
             plots.live_error(status.history, status.method), key=f"live.{slot}",
             config={"displayModeBar": False},
@@ -84,7 +84,7 @@ def _progress_text(status: JobStatus) -> str:
     left = status.eta_seconds()
     parts = [
         f"{status.done} of {status.total} done",
-        status.current,
+        text.plain(status.current),
         # The quick points come first, so that the pace so far is the most that can be hoped for.
         "" if left is None else f"at least {text.duration(left)} left",
     ]
@@ -104,9 +104,9 @@ def _draw_ended(slot: str, status: JobStatus) -> None:
             icon=":material/stop_circle:",
         )
     elif status.state == "interrupted":
-        words.warning(f"Interrupted. {status.message}", icon=":material/power_off:")
+        words.warning(f"Interrupted. {text.plain(status.message)}", icon=":material/power_off:")
     else:
-        words.error(f"Failed. {status.message}", icon=":material/error:")
+        words.error(f"Failed. {text.plain(status.message)}", icon=":material/error:")
     if again.button(
         "Run again",
         key=f"again.{slot}",
@@ -121,7 +121,7 @@ def _draw_ended(slot: str, status: JobStatus) -> None:
         st.rerun()
     if status.problems and status.state != "failed":
         with st.expander(f"{text.count(len(status.problems), 'result')} could not be computed"):
-            st.markdown("\n".join(f"- {problem}" for problem in status.problems))
+            st.markdown("\n".join(f"- {text.plain(problem)}" for problem in status.problems))
 
 
 def _iterations(point: Point) -> int:

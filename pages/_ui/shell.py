@@ -36,7 +36,7 @@ def page(title: str, lead: str) -> Iterator[resources.Network]:
         network = resources.network(source)
         _describe(network)
     except PsmError as error:
-        st.error(str(error), icon=":material/error:")
+        st.error(text.plain(error), icon=":material/error:")
         st.info("Choose another network in the sidebar to go on.", icon=":material/arrow_back:")
         if source != DEFAULT:
             st.button("Use the default network", on_click=_change_source, args=(DEFAULT,))
@@ -51,7 +51,7 @@ def errors_as_messages() -> Iterator[None]:
     try:
         yield
     except PsmError as error:
-        st.error(str(error), icon=":material/error:")
+        st.error(text.plain(error), icon=":material/error:")
 
 
 def _enter_through_app() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pandas as pd
@@ -9,6 +10,11 @@ import streamlit as st
 
 from psm_core import plots
 from psm_core.experiments.record import METRICS, Record
+
+
+def plain(words: object) -> str:
+    """Text of unknown origin, such as a name or an error, so that Markdown shows it as it is."""
+    return re.sub(r"([\\`*_\[\]$<~|]|:(?=\w))", r"\\\1", str(words))
 
 
 def accuracy(record: Record) -> str:

@@ -84,6 +84,8 @@ def evaluate(
                 logits = model(moved.to(first.dtype) if moved.is_floating_point() else moved)
                 if not isinstance(logits, torch.Tensor) or logits.dim() != 2:
                     raise DataError("the network gives no class scores; expected outputs (N, classes)")
+                if bool(logits.isnan().any()):
+                    raise DataError("the network's outputs are not numbers (NaN); its weights are not sound")
                 if int(labels.max()) >= logits.shape[1]:
                     raise DataError(
                         f"label {int(labels.max())} in '{dataset.source}' is beyond the network's "

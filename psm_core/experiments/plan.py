@@ -130,7 +130,7 @@ def read_recipe(path: str | Path) -> dict[str, Method]:
         ParameterError: the file is missing, is no recipe, or a setting is wrong; names the layer.
     """
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ParameterError(
             f"recipe '{path}' cannot be read ({error.strerror}); expected a JSON file"

@@ -93,6 +93,15 @@ def from_row(row: dict[str, Any]) -> Record:
     return Record(**{**row, **nested})
 
 
+def size_change(before: int, after: int) -> str:
+    """The change of a size in words.
+
+    >>> size_change(100, 40), size_change(100, 120)
+    ('2.5× smaller', '1.2× larger')
+    """
+    return f"{before / after:.1f}× smaller" if after <= before else f"{after / before:.1f}× larger"
+
+
 def library_versions() -> dict[str, str]:
     """Versions of what computes the figures."""
     return {name: metadata.version(name) for name in ("torch", "numpy", "tensorly")}

@@ -21,6 +21,7 @@ from psm_core.methods import method_from_json
 from psm_core.network.models import tensors_hash
 
 SCHEMA_VERSION = 1
+INDEX = "results.sqlite"
 _COLUMN_TYPES = {
     "fraction": "REAL",
     "relative_error": "REAL",
@@ -45,29 +46,44 @@ class ResultStore:
 
     def __init__(self, root: str | Path = "cache") -> None:
         self.root = Path(root)
-        columns = ", ".join(f"{name} {_COLUMN_TYPES.get(name, 'TEXT')}" for name in COLUMNS)
+        self._create()
         try:
-            (self.root / "factors").mkdir(parents=True, exist_ok=True)
-            with self._connect() as db:
-                version = db.execute("PRAGMA user_version").fetchone()[0]
-                if version > SCHEMA_VERSION:
-                    raise StoreError(
-                        f"the store in '{self.root}' has schema {version}, newer than this version "
-                        f"reads ({SCHEMA_VERSION}); update psm_core or name another folder"
-                    )
-                db.execute("PRAGMA journal_mode = WAL")
-                db.execute(
-                    f"CREATE TABLE IF NOT EXISTS records ({columns}, PRIMARY KEY (key, model_hash, layer))"
-                )
-                db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            remove_abandoned(self.root)
+            remove_abandoned(self.root.rglob(".*.part"))
         except OSError as error:
             raise self._unusable(error) from error
 
+    def _create(self) -> None:
+        """Make the folder and the index, where they are not there yet."""
+        columns = ", ".join(f"{name} {_COLUMN_TYPES.get(name, 'TEXT')}" for name in COLUMNS)
+        try:
+            (self.root / "factors").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unusable(error) from error
+        with self._open() as db:
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            if version > SCHEMA_VERSION:
+                raise StoreError(
+                    f"the store in '{self.root}' has schema {version}, newer than this version "
+                    f"reads ({SCHEMA_VERSION}); update psm_core or name another folder"
+                )
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute(
+                f"CREATE TABLE IF NOT EXISTS records ({columns}, PRIMARY KEY (key, model_hash, layer))"
+            )
+            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
     @contextlib.contextmanager
     def _connect(self) -> Iterator[sqlite3.Connection]:
+        """The index; a new one where the folder was deleted meanwhile."""
+        if not (self.root / INDEX).exists():
+            self._create()
+        with self._open() as db:
+            yield db
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
         try:
-            with contextlib.closing(sqlite3.connect(self.root / "results.sqlite", timeout=30)) as db, db:
+            with contextlib.closing(sqlite3.connect(self.root / INDEX, timeout=30)) as db, db:
                 db.row_factory = sqlite3.Row
                 yield db
         except sqlite3.Error as error:

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from psm_core.errors import BudgetError
+from psm_core.errors import BudgetError, FitError, WeightError
 from psm_core.experiments.evaluation import default_data, evaluate
 from psm_core.experiments.keys import eval_key, fit_key
 from psm_core.experiments.plan import uniform_plan
@@ -69,6 +69,7 @@ class Study:
         self.model = model
         self.store = store
         self.device = device
+        choose_device(device, next(iter(model.parameters())))  # a wrong name is an error at once
         self._keys: dict[tuple[str, Method], str] = {}
         card = card_of(model)
         self.source = card.path or card.source or type(model).__name__
@@ -95,7 +96,10 @@ class Study:
             return here, factorization
         device = choose_device(self.device, weight)
         start = time.perf_counter()
-        factorization = method.fit(weight, on_step=on_step, device=str(device))
+        try:
+            factorization = method.fit(weight, on_step=on_step, device=str(device))
+        except (WeightError, FitError) as error:
+            raise type(error)(f"layer '{layer}': {error}") from error
         seconds = time.perf_counter() - start
         record = Record(
             key=key,
@@ -222,7 +226,7 @@ def sweep_points(
     names = list(compressible_layers(model) if layers is None else layers)
     shapes = {name: tuple(get_layer(model, name).weight.shape) for name in names}
     points, skipped = [Point(NETWORK, plan={})] if network else [], []
-    methods = list(methods)
+    methods = list(dict.fromkeys(methods))
     for fraction in sorted(set(fractions)):
         for method in methods:
             for name, shape in shapes.items():

@@ -15,19 +15,17 @@ gradient, preconditioned by the norms of the inner units.
 """
 
 import math
-import warnings
 
 import torch
 from torch import Tensor
 
-from psm_core.methods._palm4msa import Trace
+from psm_core.methods._engine import Rows, Trace
 from psm_core.progress import Report
 
 _LOW_RANK = 2.0  # budgets that go into the low-rank part of the start, before it is cut to one budget
 _REST = 0.2  # and into its sparse part
 _EXCHANGE = 0.95  # share of the iterations with exchanges
 _ENTRY = 0.5  # an entering entry takes this part of the value which is best for it alone
-_SPARSE = 1 / 8  # density below which a CPU multiplies faster by compressed rows
 _SAMPLE = 1 << 16  # scores that a threshold is estimated from
 
 
@@ -142,19 +140,24 @@ def _exchange(
     factors = _start(target, low_rank, nonzeros)
     exchanges, norm, previous = int(_EXCHANGE * iterations), math.sqrt(target.numel()), torch.inf
     masks = [factor != 0 for factor in factors]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sparse CSR tensor support")  # said once a process
-        rest = target - (product := _Product(masks)).of(*factors)
+    product = _Product(masks)
+    rest = target - product.of(*factors)
     for iteration in range(iterations):
         if 0 < iteration <= exchanges:
-            gamma = boldness * (1 - iteration / exchanges)
+            gamma = boldness * (1 - iteration / (exchanges + 1))
+            weights = [factor.square().sum(1, keepdim=True) for factor in reversed(factors)]
+            bests = []
+            for side, weight in enumerate(weights):
+                bests.append(product.against(side, factors, rest) / weight.clamp_min(tiny))
+                trace.pulse()
             scores, values = [], []
             for side, (factor, mask) in enumerate(zip(factors, masks, strict=True)):
-                weight = factors[1 - side].square().sum(1, keepdim=True).clamp_min(tiny)
-                best = product.against(side, factors, rest) / weight
-                trace.pulse()
-                scores.append(torch.where(mask, factor, best * gamma**0.5).square_().mul_(weight))
-                values.append(torch.where(mask, factor, best.mul_(_ENTRY)))
+                # a unit with one side empty is worth what the best entry would make of it
+                hope = gamma * bests[1 - side].square().amax(1, keepdim=True)
+                weight = torch.where(weights[side] > 0, weights[side], hope)
+                gain = bests[side] * gamma**0.5
+                scores.append(torch.where(mask, factor, gain).square_().mul_(weight))
+                values.append(torch.where(mask, factor, bests[side] * _ENTRY))
             masks = _places(scores, nonzeros, exact=iteration == exchanges)
             factors = [value.mul_(mask) for value, mask in zip(values, masks, strict=True)]
             product = _Product(masks)
@@ -183,8 +186,8 @@ class _Product:
     """The products of one pair of supports, Aᵀ (k × m) and B (k × n), by compressed rows if they pay."""
 
     def __init__(self, masks: list[Tensor]) -> None:
-        self.rows = _Rows(masks[0], transposed=True)
-        self.units = [_Rows(mask) for mask in masks]
+        self.rows = Rows(masks[0], transposed=True)
+        self.units = [Rows(mask) for mask in masks]
 
     def of(self, left: Tensor, right: Tensor) -> Tensor:
         """A·B, (m, n)."""
@@ -193,29 +196,6 @@ class _Product:
     def against(self, side: int, factors: list[Tensor], rest: Tensor) -> Tensor:
         """(E·Bᵀ)ᵀ for side 0, (k, m), or Aᵀ·E for side 1, (k, n): downhill for the factor of that side."""
         return self.units[1 - side].times(factors[1 - side], rest.mT if side == 0 else rest)
-
-
-class _Rows:
-    """Support of a matrix, for products of it or of its transpose with dense matrices."""
-
-    def __init__(self, mask: Tensor, transposed: bool = False) -> None:
-        self.transposed = transposed
-        rows, cols = self.shape = mask.shape[::-1] if transposed else mask.shape
-        self.compressed = mask.is_cpu and int(mask.sum()) < _SPARSE * mask.numel()
-        if self.compressed:
-            mask = mask.mT if transposed else mask
-            places = mask.reshape(-1).nonzero().squeeze(1)
-            columns = places % cols
-            self.places = columns * rows + places // cols if transposed else places
-            self.columns = columns.int()
-            self.starts = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
-
-    def times(self, matrix: Tensor, other: Tensor) -> Tensor:
-        if not self.compressed:
-            return (matrix.mT if self.transposed else matrix) @ other
-        values = matrix.view(-1)[self.places]
-        rows = torch.sparse_csr_tensor(self.starts, self.columns, values, self.shape, check_invariants=False)
-        return rows @ other.contiguous()  # strides would more than double the time
 
 
 def _largest(score: Tensor, count: int) -> Tensor:

@@ -10,13 +10,12 @@ Sources: Le Magoarou & Gribonval, "Flexible multilayer sparse approximations of 
 applications", IEEE JSTSP 2016; Giffon et al., "PSM-nets", IJCNN 2021 (the union constraint).
 """
 
-import math
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from psm_core.methods._engine import Rows, Trace
 from psm_core.progress import Report
 
 Stage = tuple[list[Tensor], Tensor]  # factors of unit norm, λ
@@ -24,7 +23,6 @@ Stage = tuple[list[Tensor], Tensor]  # factors of unit norm, λ
 CONSTRAINTS = ("splincol", "row", "column", "global")
 _TRANSPOSED = {"row": "column", "column": "row"}
 _MARGIN = 1.001  # c exceeds the Lipschitz constant by this factor
-_REPORT_EVERY = 0.1  # seconds
 
 
 def palm4msa(
@@ -75,34 +73,6 @@ def project(matrix: Tensor, K: int, constraint: str) -> Tensor:
     if constraint in ("column", "splincol"):
         keep.scatter_(0, size.topk(min(K, rows), dim=0, sorted=False).indices, True)
     return matrix * keep
-
-
-class Trace:
-    """Relative errors of a fit, reported together every tenth of a second: the device is not waited for."""
-
-    def __init__(self, report: Report, total: int) -> None:
-        self.report, self.total, self.done, self.error = report, total, 0, 1.0
-        self.pending: list[Tensor] = []
-        self.reported = -math.inf
-
-    def add(self, error: Tensor) -> None:
-        """The error after one more iteration, still on its device."""
-        self.pending.append(error)
-        self.pulse()
-
-    def pulse(self, error: float | None = None) -> None:
-        """A chance to report inside a long iteration; ``error`` if it is known without an iteration."""
-        self.error = self.error if error is None else error
-        if time.monotonic() - self.reported > _REPORT_EVERY:
-            if not self.pending:
-                self.report(self.done, self.total, self.error)
-            self.flush()
-
-    def flush(self) -> None:
-        for error in torch.stack(self.pending).tolist() if self.pending else ():
-            self.done, self.error = self.done + 1, error
-            self.report(self.done, self.total, self.error)
-        self.pending, self.reported = [], time.monotonic()
 
 
 class _Fit:
@@ -164,8 +134,8 @@ def _start(target: Tensor, Q: int) -> list[Tensor]:
 def _stage(target: Tensor, factors: list[Tensor], lam: Tensor, sizes: list[int], fit: _Fit) -> Stage:
     """Best iterate of ``fit.iterations`` sweeps over ``factors``, from the last (wide) to the first.
 
-    The m × n matrices enter four products a sweep only: LᵀL·S and LᵀW in the step of the wide factor
-    S, SSᵀ and WSᵀ after it. From the Gram matrices G = RRᵀ and H = WRᵀ the rest follows in m × m.
+    The wide dimension enters four products a sweep only: Lᵀ(LS − W) in the step of the wide factor S,
+    SSᵀ and WSᵀ after it. From G = RRᵀ and H = WRᵀ the rest follows among square matrices.
     """
     *square, wide = factors
     tiny = torch.finfo(target.dtype).tiny
@@ -174,35 +144,30 @@ def _stage(target: Tensor, factors: list[Tensor], lam: Tensor, sizes: list[int],
     best, best_lam, lowest = list(factors), lam, torch.full_like(lam, torch.inf)
     previous = torch.inf
     for sweep in range(fit.iterations):
-        power = 50 if sweep == 0 else 8  # power iterations from the singular vectors of the last sweep
+        power = 50 if sweep == 0 else 8  # power iterations, from the singular vectors of the last sweep
         lefts = [square[0]]
         for factor in square[1:]:
-            lefts.append(lefts[-1] @ factor)
+            lefts.append(_times(lefts[-1], factor))
 
-        gram = lam * (lefts[-1].mT @ lefts[-1])
-        slope = torch.addmm(lefts[-1].mT @ target, gram, wide, beta=-1)
-        step = 1 / (_MARGIN * _norm(gram, probes[0, -1], power)).clamp_min(tiny)
-        wide, lam = _unit(project(wide - slope.mul_(step), sizes[-1], fit.constraint), lam)
-        G, H = (
-            wide @ wide.mT,
-            target @ wide.mT,
-        )  # times λ and λ², they belong to the current product
+        slope = _residual(lefts[-1], lam * wide, target)
+        bound = lam * _gain(lefts[-1], probes[0, -1], power) ** 2
+        wide, lam = _step(wide, slope, bound, lam, sizes[-1], fit)
+        rows = Rows(wide != 0)
+        G, H = rows.times(wide, wide.mT), rows.times(wide, target.mT).mT
+        fit.trace.pulse()
 
         for q in range(len(square) - 1, -1, -1):
-            factor, gram, pull = square[q], lam * G, H
-            slope = factor @ gram
-            bound = _norm(gram, probes[0, q], power)
+            slope, bound = lam * _times(square[q], G), lam * _gain(G, probes[0, q], power)
             if q:
-                left = lefts[q - 1].mT @ lefts[q - 1]
-                slope, pull = left @ slope, lefts[q - 1].mT @ H
-                bound = bound * _norm(left, probes[1, q], power)
-            step = 1 / (_MARGIN * bound).clamp_min(tiny)
-            factor, lam = _unit(project(factor - (slope - pull).mul_(step), sizes[q], fit.constraint), lam)
-            square[q] = factor
+                slope = _residual(lefts[q - 1], slope, H)
+                bound = bound * _gain(lefts[q - 1], probes[1, q], power) ** 2
+            else:
+                slope = slope - H
+            square[q], lam = _step(square[q], slope, bound, lam, sizes[q], fit)
             if q:
-                G, H = factor @ G @ factor.mT, H @ factor.mT
+                G, H = _times(square[q], _times(square[q], G).mT), _times(square[q], H.mT).mT
         inner = (H * square[0]).sum()
-        lam = inner / (square[0] @ G).mul_(square[0]).sum().clamp_min(tiny)
+        lam = inner / (_times(square[0], G) * square[0]).sum().clamp_min(tiny)
         error = (1 - lam * inner / energy).clamp_min(0).sqrt()
 
         better = error < lowest  # decided on the device: no wait for the host
@@ -217,17 +182,36 @@ def _stage(target: Tensor, factors: list[Tensor], lam: Tensor, sizes: list[int],
     return best, best_lam
 
 
-def _unit(factor: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale ``factor`` to unit norm and λ so that their product stays; a zero factor stays as it is."""
+def _step(
+    factor: Tensor, slope: Tensor, bound: Tensor, lam: Tensor, K: int, fit: _Fit
+) -> tuple[Tensor, Tensor]:
+    """Projected gradient step: the gradient is λ·``slope`` and c is λ·``bound``, so λ/c is 1/``bound``.
+
+    The new factor has unit norm, its size goes into λ; a zero factor stays as it is.
+    """
+    length = 1 / (_MARGIN * bound).clamp_min(torch.finfo(factor.dtype).tiny)
+    factor = project(factor - slope * length, K, fit.constraint)
     norm = torch.linalg.vector_norm(factor)
     norm = torch.where(norm > 0, norm, torch.ones_like(norm))
     return factor / norm, lam * norm
 
 
-def _norm(gram: Tensor, probe: Tensor, steps: int) -> Tensor:
-    """Largest eigenvalue of a positive semidefinite matrix by power iteration; ``probe`` is updated."""
-    size: Tensor = torch.linalg.vector_norm(probe)
+def _times(sparse: Tensor, other: Tensor) -> Tensor:
+    return Rows(sparse != 0).times(sparse, other)
+
+
+def _residual(left: Tensor, inner: Tensor, target: Tensor) -> Tensor:
+    """Lᵀ(L·M − T)."""
+    return Rows(left != 0, transposed=True).times(left, _times(left, inner) - target)
+
+
+def _gain(matrix: Tensor, probe: Tensor, steps: int) -> Tensor:
+    """Spectral norm by power iteration from ``probe``, which is updated."""
+    tiny = torch.finfo(matrix.dtype).tiny
+    size = torch.zeros_like(probe[0])
     for _ in range(steps):
-        probe.copy_(gram @ (probe / size.clamp_min(torch.finfo(gram.dtype).tiny)))
-        size = torch.linalg.vector_norm(probe)
+        unit = probe / torch.linalg.vector_norm(probe).clamp_min(tiny)
+        image = matrix @ unit
+        size = torch.linalg.vector_norm(image)
+        probe.copy_(matrix.mT @ image)
     return size

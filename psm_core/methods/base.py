@@ -25,6 +25,7 @@ from psm_core.factorization import Factorization
 from psm_core.progress import OnStep, Report, Step
 
 Shape = tuple[int, ...]
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,15 +270,21 @@ class Method(ABC):
         # A power of two: scaling by it and back is exact, so pruned weights stay bit-equal.
         exponent = math.floor(math.log2(largest)) if largest > 0 else 0
         history: list[float] = []
+        is_outside = False
 
         def report(iteration: int, total: int, relative_error: float) -> None:
+            nonlocal is_outside
             history.append(relative_error)
             if on_step is not None:
+                is_outside = True
                 on_step(Step(iteration, total, relative_error))
+                is_outside = False
 
         try:
             fitted = self._factorize(work / 2.0**exponent, report)
         except (RuntimeError, MemoryError, ArithmeticError) as error:
+            if is_outside:  # the callback's own
+                raise
             raise FitError(
                 f"{self} failed on a weight of shape {shape_text(shape)} on {work.device.type}: "
                 f"{first_line(error)}; try a smaller setting or --device cpu"
@@ -290,8 +297,13 @@ def check_weight(weight: Tensor) -> None:
     """Raise WeightError unless the weight can be factorized."""
     if not isinstance(weight, Tensor):
         raise WeightError(f"expected a torch tensor as weight, got {type(weight).__name__}")
-    if not weight.is_floating_point():
-        raise WeightError(f"expected a floating-point weight, got {weight.dtype}; convert it first")
+    if weight.is_meta or weight.layout is not torch.strided:
+        kind = "one on the meta device" if weight.is_meta else f"one of layout {weight.layout}"
+        raise WeightError(f"expected a weight with stored values, got {kind}; load or densify it first")
+    if weight.dtype not in FLOATS:
+        raise WeightError(
+            f"expected a floating-point weight, got {weight.dtype}; convert it to float32 first"
+        )
     check_weight_shape(tuple(weight.shape))
     bad = int((~torch.isfinite(weight)).sum())
     if bad:
@@ -331,7 +343,8 @@ def choose_device(device: str, weight: Tensor) -> torch.device:
 
 def floats_in_budget(shape: Shape, fraction: float) -> int:
     """The largest number of floats within `fraction` of a weight's entries."""
-    if not isinstance(fraction, numbers.Real) or not 0 < fraction <= 1:
+    is_number = isinstance(fraction, numbers.Real) and not isinstance(fraction, bool)
+    if not is_number or not 0 < fraction <= 1:
         raise ParameterError(
             f"budget fraction = {fraction!r} is out of range; expected a number above 0 and up to 1"
         )

@@ -77,18 +77,22 @@ def load_data(source: str) -> Dataset:
         raise DataError(
             f"'{source}' cannot be read ({first_line(error)}); expected a .npz with x and y"
         ) from None
+    if not all(isinstance(array, np.ndarray) for array in arrays.values()):
+        raise DataError(f"'{source}' holds something else than arrays; expected a .npz with x and y")
     return _checked(source, arrays["x"], arrays["y"])
 
 
 def _checked(source: str, x: np.ndarray, y: np.ndarray) -> Dataset:
     """A dataset of arrays that fit each other."""
-    if x.ndim < 2 or y.ndim != 1 or len(x) != len(y) or len(y) == 0:
+    if x.ndim < 2 or y.ndim != 1 or len(x) != len(y) or x.size == 0:
         raise DataError(
             f"'{source}' holds x of shape {x.shape} and y of shape {y.shape}; expected x (N, …) and "
             "y (N,) with the same N ≥ 1"
         )
-    if not np.issubdtype(y.dtype, np.integer) or y.min() < 0:
+    if not np.issubdtype(y.dtype, np.integer):
         raise DataError(f"'{source}' holds labels of type {y.dtype}; expected class numbers from 0")
+    if y.min() < 0 or y.max() >= 2**31:
+        raise DataError(f"'{source}' holds labels {y.min()} to {y.max()}; expected class numbers from 0")
     if np.issubdtype(x.dtype, np.floating):
         with np.errstate(over="ignore"):
             x = x.astype(np.float32)

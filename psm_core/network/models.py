@@ -63,6 +63,8 @@ def build_model(source: str, weights: bool) -> nn.Module:
     model = builders[prefix](name, weights) if prefix in builders else _callable(prefix, name)
     if next(model.parameters(), None) is None:
         raise ModelError(f"'{source}' has no parameters; there is nothing to compress")
+    if any(tensor.is_meta for tensor in model.state_dict().values() if isinstance(tensor, torch.Tensor)):
+        raise ModelError(f"'{source}' is on the meta device, without values; expected one with weights")
     return set_card(model, source=source).eval()
 
 

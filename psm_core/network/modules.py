@@ -123,14 +123,16 @@ class CompressedLayer(nn.Module):
         self.geometry = ConvGeometry.of(layer) if isinstance(layer, nn.Conv2d) else None
         self.factor_shapes = [tuple(factor.shape) for factor in factorization.factors]
         moved = factorization.to(layer.weight.device, layer.weight.dtype)
+        trainable = layer.weight.requires_grad
         for i, factor in enumerate(moved.factors):
             if isinstance(factor, SparseMatrix):
-                self.register_parameter(f"values_{i}", nn.Parameter(factor.values.clone()))
+                self.register_parameter(f"values_{i}", nn.Parameter(factor.values.clone(), trainable))
                 self.register_buffer(f"columns_{i}", factor.columns)
                 self.register_buffer(f"row_starts_{i}", factor.row_starts)
             else:
-                self.register_parameter(f"factor_{i}", nn.Parameter(factor.clone()))
-        self.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach().clone())
+                self.register_parameter(f"factor_{i}", nn.Parameter(factor.clone(), trainable))
+        bias = layer.bias
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), bias.requires_grad)
         self.train(layer.training)
         for name in ("in_features", "out_features", "in_channels", "out_channels"):
             if hasattr(layer, name):
