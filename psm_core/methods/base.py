@@ -269,12 +269,12 @@ class Method(ABC):
         largest = float(work.abs().max())
         # A power of two: scaling by it and back is exact, so pruned weights stay bit-equal.
         exponent = math.floor(math.log2(largest)) if largest > 0 else 0
-        history: list[float] = []
+        errors: dict[int, float] = {}
         is_outside = False
 
         def report(iteration: int, total: int, relative_error: float) -> None:
             nonlocal is_outside
-            history.append(relative_error)
+            errors[iteration] = relative_error
             if on_step is not None:
                 is_outside = True
                 on_step(Step(iteration, total, relative_error))
@@ -290,7 +290,8 @@ class Method(ABC):
                 f"{first_line(error)}; try a smaller setting or --device cpu"
             ) from error
         rescaled = fitted.scaled(exponent).to(weight.device, dtype)
-        return dataclasses.replace(rescaled, history=(*history[:-1], rescaled.relative_error(weight)))
+        history = (*list(errors.values())[:-1], rescaled.relative_error(weight))
+        return dataclasses.replace(rescaled, history=history)
 
 
 def check_weight(weight: Tensor) -> None:
