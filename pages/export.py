@@ -29,7 +29,7 @@ def choose(network: resources.Network) -> exports.Choice | None:
     """The recipe to export."""
     memory.project("source_choice", memory.recall_choice("from", SOURCES, "result"))
     source = st.segmented_control(
-        "Export", list(SOURCES), format_func=SOURCES.__getitem__, key="source_choice",
+        "What to export", list(SOURCES), format_func=SOURCES.__getitem__, key="source_choice",
         required=True,
         on_change=lambda: memory.remember("from", st.session_state["source_choice"]),
     )  # fmt: skip

@@ -194,7 +194,7 @@ def reload_checkpoint(path: str | Path, architecture: str = "") -> Verification:
     difference, inputs = None, str(probe.get("none", ""))
     if not inputs:
         difference = _difference(_outputs(model, probe).double(), tensors["probe"].double())
-        inputs = f"{probe['count']} inputs from {probe['data'] or 'a normal distribution'}"
+        inputs = f"{probe['count']} inputs from {probe['data']}" if probe["data"] else "one random input"
     return Verification(
         path=str(path),
         source=manifest["source"],

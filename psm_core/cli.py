@@ -275,10 +275,10 @@ def _model(options: argparse.Namespace) -> nn.Module:
 
 def _method(options: argparse.Namespace, model: nn.Module) -> Method:
     kind = get_method(options.method)
+    shape = tuple(get_layer(model, options.layer).weight.shape)
     values = dict(_assignment(kind, text) for text in options.set)
     if options.fraction is None:
         return kind.from_params(values)
-    shape = tuple(get_layer(model, options.layer).weight.shape)
     return kind.at_budget(shape, options.fraction, **kind.check_fixed(values))
 
 

@@ -242,7 +242,7 @@ def layer_bars(rows: Sequence[LayerRow]) -> go.Figure:
             "the network<br>%{customdata[2]}<extra></extra>",
         )
     figure.update_xaxes(
-        categoryorder="array", categoryarray=[row.name for row in rows],
+        type="category", categoryorder="array", categoryarray=[row.name for row in rows],
         showticklabels=len(rows) <= 30, tickangle=-35,
     )  # fmt: skip
     figure.update_yaxes(title="Parameters", rangemode="tozero")

@@ -75,11 +75,17 @@ def _choose_source() -> str:
         SUGGESTIONS if source in SUGGESTIONS else (*SUGGESTIONS, source),
         key="network_choice",
         accept_new_options=True,
-        on_change=lambda: _change_source(st.session_state["network_choice"]),
+        on_change=_network_chosen,
         help="Choose one, or type a name: `torchvision:NAME`, `timm:NAME`, `hf:NAME`, "
         "`package.module:callable`, or the path of a checkpoint.",
     )
     return source
+
+
+def _network_chosen() -> None:
+    # A page change can drop the widget's state before its callback runs.
+    if "network_choice" in st.session_state:
+        _change_source(st.session_state["network_choice"])
 
 
 def _change_source(source: str | None) -> None:
@@ -101,6 +107,14 @@ def _describe(network: resources.Network) -> None:
         )
         if network.notice:
             st.warning(network.notice, icon=":material/casino:")
+        for job in resources.runner().jobs():
+            if job.active:
+                st.caption(f"Job {job.state}: {job.done} of {job.total} done")
+                st.button("Cancel this job", key=f"stop.{job.id}", on_click=_cancel, args=(job.id,))
+
+
+def _cancel(job_id: str) -> None:
+    resources.runner().cancel(job_id)
 
 
 def go(page: str) -> None:

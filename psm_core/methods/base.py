@@ -200,7 +200,8 @@ class Method(ABC):
         """
         budget = floats_in_budget(shape, fraction)
         name = cls.size_parameter
-        low, high = 1, int(cls.largest(shape, name, **fixed))
+        # Each step of a size stores at least one float more.
+        low, high = 1, int(min(cls.largest(shape, name, **fixed), budget))
         if cls.smallest(shape, **fixed).storage(shape) > budget:
             raise cls.too_small(shape, fraction, **fixed)
         while low < high:
