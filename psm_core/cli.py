@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from psm_core.checkpoint import FILE_NAME, load_model, save_verified, verify_checkpoint
+from psm_core.device import choose_device
 from psm_core.errors import ParameterError, PsmError
 from psm_core.experiments.evaluation import evaluate
 from psm_core.experiments.plan import read_recipe, uniform_plan, write_recipe
@@ -26,7 +27,7 @@ from psm_core.experiments.store import ResultStore
 from psm_core.experiments.study import Study, sweep_points
 from psm_core.files import write_atomically
 from psm_core.methods import METHODS, get_method
-from psm_core.methods.base import Method, choose_device, shape_text
+from psm_core.methods.base import Method, shape_text
 from psm_core.network.compress import compressed_layers
 from psm_core.network.layers import LayerRow, get_layer, layers
 from psm_core.network.models import card_of

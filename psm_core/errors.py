@@ -55,6 +55,10 @@ class DataError(PsmError):
     """A data source could not be read, or does not fit the model."""
 
 
+class CalibrationError(PsmError):
+    """Statistics of a layer's inputs cannot be computed (never called, not finite, too many)."""
+
+
 class CheckpointError(PsmError):
     """A checkpoint is missing, damaged, of a newer schema, or does not fit its architecture."""
 

@@ -18,6 +18,7 @@ from psm_core.sparse import SparseMatrix
 
 if TYPE_CHECKING:
     from psm_core.methods.base import Method
+    from psm_core.network.calibration import Calibration
 
 Factor = Tensor | SparseMatrix
 
@@ -68,8 +69,21 @@ class Factorization(ABC):
         """‖W − Ŵ‖_F / ‖W‖_F, computed in float64 from `reconstruct()`; 0 where both are zero."""
         dense = weight.detach().to("cpu", torch.float64)
         difference = float((dense - self.reconstruct().to("cpu", torch.float64)).norm())
-        norm = float(dense.norm())
-        return difference / norm if norm else (0.0 if difference == 0.0 else math.inf)
+        return _ratio(difference, float(dense.norm()))
+
+    def output_error(self, weight: Tensor, calibration: Calibration) -> float:
+        """‖(W − Ŵ) C^½‖_F / ‖W C^½‖_F with C the second moment of the layer's inputs, in float64.
+
+        The root mean square error of the outputs, the bias left out, relative to that of the outputs;
+        0 where both are zero.
+
+        Raises:
+            ParameterError: the calibration is that of another shape.
+        """
+        calibration.check(self.shape)
+        dense = weight.detach().to("cpu", torch.float64)
+        difference = dense - self.reconstruct().to("cpu", torch.float64)
+        return _ratio(calibration.norm(difference), calibration.norm(dense))
 
     @cached_property
     def parameters(self) -> int:
@@ -229,6 +243,11 @@ class MatrixProduct(Factorization):
         for factor in reversed(factors[:-1]):
             x = mix_channels(factor, x)
         return x
+
+
+def _ratio(difference: float, norm: float) -> float:
+    """A relative error; 0 where both are zero."""
+    return difference / norm if norm else (0.0 if difference == 0.0 else math.inf)
 
 
 def _times_power(factor: Factor, exponent: int) -> Factor:

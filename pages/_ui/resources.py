@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from psm_core.checkpoint import load_model
+from psm_core.device import choose_device
 from psm_core.experiments.jobs import JobRunner
 from psm_core.experiments.record import NETWORK, Record
 from psm_core.experiments.store import ResultStore
 from psm_core.experiments.study import Study
-from psm_core.methods.base import Shape, choose_device
+from psm_core.methods.base import Shape
 from psm_core.network.layers import LayerRow, layers
 from psm_core.network.models import card_of
 

@@ -16,9 +16,6 @@ from psm_core.network.models import card_of, evaluating
 from psm_core.progress import JobCancelled
 
 METRIC_VERSION = 1
-BATCH = 250
-BATCH_VALUES = 2**22
-"""The most input values in a batch: a batch of large images is smaller."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +73,9 @@ def evaluate(
         raise DataError("this model has no data of its own; name some with --data, such as file.npz")
     first = next(iter(model.parameters()))
     correct = done = 0
-    size = max(1, min(BATCH, BATCH_VALUES // dataset.inputs[0].numel()))
     try:
         with evaluating(model), torch.inference_mode():
-            for inputs, labels in dataset.batches(size):
+            for inputs, labels in dataset.batches(dataset.batch_size):
                 moved = inputs.to(first.device)
                 logits = model(moved.to(first.dtype) if moved.is_floating_point() else moved)
                 if not isinstance(logits, torch.Tensor) or logits.dim() != 2:

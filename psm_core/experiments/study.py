@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 from torch import nn
 
+from psm_core.device import choose_device
 from psm_core.errors import BudgetError, FitError, WeightError
 from psm_core.experiments.evaluation import default_data, evaluate
 from psm_core.experiments.keys import eval_key, fit_key
@@ -19,7 +20,7 @@ from psm_core.experiments.record import NETWORK, Record
 from psm_core.experiments.store import ResultStore
 from psm_core.factorization import Factorization
 from psm_core.methods import at_budget
-from psm_core.methods.base import Method, choose_device
+from psm_core.methods.base import Method
 from psm_core.network.compress import compress, stored_parameters
 from psm_core.network.layers import compressible_layers, get_layer
 from psm_core.network.models import card_of, model_hash, set_card

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from psm_core.device import choose_device
 from psm_core.errors import (
     BudgetError,
     FitError,
@@ -22,6 +23,7 @@ from psm_core.errors import (
     first_line,
 )
 from psm_core.factorization import Factorization
+from psm_core.network.calibration import Calibration
 from psm_core.progress import OnStep, Report, Step
 
 Shape = tuple[int, ...]
@@ -233,14 +235,19 @@ class Method(ABC):
     # Fitting
 
     @abstractmethod
-    def _factorize(self, weight: Tensor, report: Report) -> Factorization:
-        """Factorize a finite weight of which the largest entry lies in [1, 2)."""
+    def _factorize(self, weight: Tensor, report: Report, metric: Tensor | None) -> Factorization:
+        """Factorize a finite weight of which the largest entry lies in [1, 2).
+
+        `metric` is None, or the positive definite (n, n) matrix M, n = in·kh·kw, that errors are to be
+        measured in: ‖(W − Ŵ) M^½‖_F, of the weight's type and on its device. The factors must not be
+        worse in it than those found without.
+        """
 
     def fit(
         self,
         weight: Tensor,
         on_step: OnStep | None = None,
-        calibration: None = None,
+        calibration: Calibration | None = None,
         device: str = "auto",
     ) -> Factorization:
         """Factorize a weight of shape (out, in) or (out, in, kh, kw).
@@ -251,22 +258,30 @@ class Method(ABC):
         the work by raising. `history` has one error an iteration, the last being the exact one of what
         is returned.
 
+        With the `calibration` of the layer the fit minimizes the error of its outputs,
+        ‖(W − Ŵ) M^½‖_F / ‖W M^½‖_F with M the regularised second moment (`Calibration.regularised`), and
+        the errors of the steps and of `history` are in this metric. `relative_error` of what is
+        returned stays that of the weights, `output_error` has C as it was measured.
+
         Raises:
             WeightError: empty, not finite, not floating point, or not 2-D or 4-D.
-            ParameterError: a parameter is out of range for this shape, or calibration statistics
-                are given to a method that fits the weight alone.
+            ParameterError: a parameter is out of range for this shape, or the calibration is that of
+                another shape.
             FitError: the computation did not converge or ran out of memory.
         """
         check_weight(weight)
         shape = tuple(weight.shape)
         self.check_shape(shape)
-        if calibration is not None:
+        if calibration is not None and not isinstance(calibration, Calibration):
             raise ParameterError(
-                f"{self.name} fits the weight alone; expected calibration=None, got "
-                f"{type(calibration).__name__}"
+                f"expected calibration=None or a Calibration of this layer from psm.calibrate(model, "
+                f"data), got {type(calibration).__name__}"
             )
+        if calibration is not None:
+            calibration.check(shape)
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         work = weight.detach().to(choose_device(device, weight), dtype)
+        regular = None if calibration is None else calibration.regularised()
         largest = float(work.abs().max())
         # A power of two: scaling by it and back is exact, so pruned weights stay bit-equal.
         exponent = math.floor(math.log2(largest)) if largest > 0 else 0
@@ -282,7 +297,8 @@ class Method(ABC):
                 is_outside = False
 
         try:
-            fitted = self._factorize(work / 2.0**exponent, report)
+            metric = None if regular is None else regular.second_moment.to(dtype).to(work.device)
+            fitted = self._factorize(work / 2.0**exponent, report, metric)
         except (RuntimeError, MemoryError, ArithmeticError) as error:
             if is_outside:  # the callback's own
                 raise
@@ -291,8 +307,8 @@ class Method(ABC):
                 f"{first_line(error)}; try a smaller setting or --device cpu"
             ) from error
         rescaled = fitted.scaled(exponent).to(weight.device, dtype)
-        history = (*list(errors.values())[:-1], rescaled.relative_error(weight))
-        return dataclasses.replace(rescaled, history=history)
+        last = rescaled.relative_error(weight) if regular is None else rescaled.output_error(weight, regular)
+        return dataclasses.replace(rescaled, history=(*list(errors.values())[:-1], last))
 
 
 def check_weight(weight: Tensor) -> None:
@@ -321,26 +337,6 @@ def check_weight_shape(shape: Shape) -> None:
         raise WeightError(f"expected a weight of shape (out, in) or (out, in, kh, kw), got shape {shape}")
     if min(shape) < 1:
         raise WeightError(f"expected a weight with entries, got an empty one of shape {shape}")
-
-
-def choose_device(device: str, weight: Tensor) -> torch.device:
-    """The device to fit on: the named one, else the weight's accelerator, else the best there is."""
-    if device == "auto":
-        if weight.device.type != "cpu":
-            return weight.device
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        if torch.backends.mps.is_available() and weight.dtype != torch.float64:
-            return torch.device("mps")
-        return torch.device("cpu")
-    try:
-        chosen = torch.device(device)
-        torch.empty(0, device=chosen)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ParameterError(
-            f"device '{device}' cannot be used here ({first_line(error)}); expected auto, cpu, cuda or mps"
-        ) from None
-    return chosen
 
 
 def floats_in_budget(shape: Shape, fraction: float) -> int:

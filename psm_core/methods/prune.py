@@ -27,6 +27,10 @@ class Prune(Method):
 
     The best approximation with that many non-zeros. `fraction` is the share of weights kept (at
     least one). Indices come on top of the stored floats in bytes.
+
+    In the metric M of a calibration, those with the largest |w_ij|·√M_jj, the effect of each on the
+    outputs (Sun et al., Wanda, ICLR 2024), unless the largest by magnitude do better: removed weights
+    of correlated inputs can add up.
     """
 
     name = "prune"
@@ -49,11 +53,19 @@ class Prune(Method):
             raise cls.too_small(shape, fraction)
         return cls(fraction=fraction, **fixed)
 
-    def _factorize(self, weight: Tensor, report: Report) -> Factorization:
+    def _factorize(self, weight: Tensor, report: Report, metric: Tensor | None) -> Factorization:
         shape = tuple(weight.shape)
         matrix = weight.reshape(matrix_shape(shape))
-        kept = matrix.abs().flatten().topk(self.storage(shape)).indices
+        pruned = self._largest(matrix, matrix.abs())
+        if metric is not None:
+            by_effect = self._largest(matrix, matrix.abs() * metric.diagonal().sqrt())
+            losses = [(((matrix - kept) @ metric) * (matrix - kept)).sum() for kept in (by_effect, pruned)]
+            pruned = by_effect if bool(losses[0] <= losses[1]) else pruned
+        return MatrixProduct(self, shape, (SparseMatrix.from_dense(pruned),))
+
+    def _largest(self, matrix: Tensor, scores: Tensor) -> Tensor:
+        """The matrix with all entries zero but those of the largest scores."""
+        kept = scores.flatten().topk(self.storage(tuple(matrix.shape))).indices
         pruned = torch.zeros_like(matrix).flatten()
         pruned[kept] = matrix.flatten()[kept]
-        sparse = SparseMatrix.from_dense(pruned.reshape(matrix.shape))
-        return MatrixProduct(self, shape, (sparse,))
+        return pruned.reshape(matrix.shape)

@@ -105,7 +105,7 @@ class PSM(Method):
             raise cls.too_small(shape, fraction, **fixed)
         return cls(K=budget / nominal_rows(shape, fixed.get("Q", 2)), **fixed)
 
-    def _factorize(self, weight: Tensor, report: Report) -> Factorization:
+    def _factorize(self, weight: Tensor, report: Report, metric: Tensor | None) -> Factorization:
         shape = tuple(weight.shape)
         matrix = weight.reshape(matrix_shape(shape))
         common: dict[str, Any] = {
@@ -115,6 +115,8 @@ class PSM(Method):
             "seed": self.seed,
             "report": report,
         }
+        if metric is not None:
+            common["metric"] = metric
         if self.algorithm == "joint":
             factors = joint(matrix, nonzeros=self.storage(shape), **common)
         else:

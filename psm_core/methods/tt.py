@@ -71,7 +71,7 @@ class TensorTrain(Method):
                 return super().at_budget(shape, fraction, order=order)
         return super().at_budget(shape, fraction, **fixed)
 
-    def _factorize(self, weight: Tensor, report: Report) -> Factorization:
+    def _factorize(self, weight: Tensor, report: Report, metric: Tensor | None) -> Factorization:
         shape = tuple(weight.shape)
         modes = train_modes(shape, self.order)
         sizes = [math.prod(mode) for mode in modes]

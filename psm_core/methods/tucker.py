@@ -95,7 +95,7 @@ class Tucker(Method):
             raise cls.too_small(shape, fraction, **fixed)
         return cls(**{**fixed, "rank_out": rank_out, "rank_in": rank_in})
 
-    def _factorize(self, weight: Tensor, report: Report) -> Factorization:
+    def _factorize(self, weight: Tensor, report: Report, metric: Tensor | None) -> Factorization:
         shape = tuple(weight.shape)
         if weight.dim() == 2:
             factors = truncated_svd(weight, min(self.rank_out, self.rank_in))

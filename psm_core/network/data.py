@@ -16,6 +16,9 @@ from psm_core import demo
 from psm_core.errors import DataError, UnknownNameError, first_line
 from psm_core.network.models import tensor_bytes
 
+BATCH = 250
+BATCH_VALUES = 2**22
+"""The most input values in a batch: a batch of large images is smaller."""
 SOURCES = ("demo:test", "demo:train", "the path of a .npz file with arrays x and y")
 
 
@@ -34,6 +37,11 @@ class Dataset:
     def images(self) -> bool:
         """Whether a network gets floats (else whole numbers, such as tokens)."""
         return self.inputs.dtype == torch.uint8 or self.inputs.is_floating_point()
+
+    @property
+    def batch_size(self) -> int:
+        """How many inputs a network runs at a time."""
+        return max(1, min(BATCH, BATCH_VALUES // self.inputs[0].numel()))
 
     @cached_property
     def fingerprint(self) -> str:
