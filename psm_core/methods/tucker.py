@@ -13,6 +13,7 @@ from tensorly.decomposition import partial_tucker
 from torch import Tensor
 
 from psm_core.factorization import Factor, Factorization, MatrixProduct
+from psm_core.methods._multilinear import refine
 from psm_core.methods.base import Method, Shape, floats_in_budget, parameter
 from psm_core.methods.svd import SVD, truncated_svd
 from psm_core.network.modules import ConvGeometry, mix_channels
@@ -26,7 +27,8 @@ class Tucker(Method):
     U (out × r_out) and V (in × r_in) have orthonormal columns. Start: truncated HOSVD; then sweeps
     of higher-order orthogonal iteration (De Lathauwer et al. 2000) by TensorLy's `partial_tucker`.
     As a layer: 1×1 convolution, kh×kw convolution with the core, 1×1 convolution (Kim et al. 2016).
-    Stores out·r_out + in·r_in + r_out·r_in·kh·kw floats.
+    Stores out·r_out + in·r_in + r_out·r_in·kh·kw floats. In the metric of a calibration, as many sweeps of
+    alternating least squares follow.
 
     For a Linear layer the decomposition is the SVD of rank min(r_out, r_in), and is stored as such.
     """
@@ -98,7 +100,7 @@ class Tucker(Method):
     def _factorize(self, weight: Tensor, report: Report, metric: Tensor | None) -> Factorization:
         shape = tuple(weight.shape)
         if weight.dim() == 2:
-            factors = truncated_svd(weight, min(self.rank_out, self.rank_in))
+            factors = truncated_svd(weight, min(self.rank_out, self.rank_in), metric)
             note = "For a Linear layer the Tucker decomposition is the SVD; it is stored as one."
             return MatrixProduct(self, shape, factors, note=note)
         ranks = list(self._ranks(shape))
@@ -113,11 +115,20 @@ class Tucker(Method):
                 core, (left, right) = state
                 # U and V are orthonormal, so ‖W − Ŵ‖² = ‖W‖² − ‖core‖².
                 lost = max(0.0, 1.0 - (float(core.norm()) / norm) ** 2) if norm else 0.0
-                report(iteration, self.iterations, math.sqrt(lost))
+                if metric is None:
+                    report(iteration, self.iterations, math.sqrt(lost))
                 if previous - math.sqrt(lost) < self.tolerance * previous < math.inf:
                     break
                 previous = math.sqrt(lost)
                 state = (core, [left.clone(), right.clone()])
+        if metric is not None:
+            left, core, right = refine(
+                (left, core, right), lambda parts: TuckerProduct.weight_from(parts, shape).flatten(1),
+                weight.flatten(1), metric,
+                sweeps=self.iterations, tolerance=self.tolerance, report=report,
+            )  # fmt: skip
+            (left, outer), (right, inner) = torch.linalg.qr(left), torch.linalg.qr(right)
+            core = torch.einsum("ca,abyx,db->cdyx", outer, core, inner)
         return TuckerProduct(self, shape, (left, core, right), note=note)
 
 
