@@ -14,6 +14,7 @@ from psm_core.methods.psm import PSM
 from psm_core.methods.svd import SVD
 from psm_core.methods.tt import TensorTrain
 from psm_core.methods.tucker import Tucker
+from psm_core.network.calibration import Calibration, calibrate
 from psm_core.network.compress import compress
 from psm_core.network.data import load_data
 from psm_core.network.layers import layers
@@ -23,6 +24,7 @@ __all__ = [
     "METHODS",
     "PSM",
     "SVD",
+    "Calibration",
     "Factorization",
     "JobCancelled",
     "Prune",
@@ -33,6 +35,7 @@ __all__ = [
     "TensorTrain",
     "Tucker",
     "at_budget",
+    "calibrate",
     "compress",
     "errors",
     "evaluate",

@@ -88,6 +88,13 @@ def _parser() -> Parser:
         sub.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
         sub.add_argument("--cache", default="cache", metavar="DIR", help="where results are kept")
 
+    def calibration(sub: Parser) -> None:
+        sub.add_argument(
+            "--calibration", default="", metavar="SOURCE",
+            help="fit to what the layers receive from this data, such as demo:train (default: to the "
+            "weights alone)",
+        )  # fmt: skip
+
     def as_json(sub: Parser) -> None:
         sub.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -103,6 +110,7 @@ def _parser() -> Parser:
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter of the method"
     )
     sub.add_argument("--fraction", type=float, help="a budget, instead of sizes set by hand")
+    calibration(sub)
     shared(sub, data=False)
     as_json(sub)
 
@@ -112,6 +120,7 @@ def _parser() -> Parser:
     sub.add_argument("--fractions", default="0.02,0.05,0.1,0.2", metavar="F,G,…")
     sub.add_argument("--layers", default="", metavar="A,B,…", help="only these (default: all)")
     sub.add_argument("--out", required=True, metavar="FILE.csv")
+    calibration(sub)
     shared(sub)
 
     sub = command("compress", _compress, "Write a compressed checkpoint.")
@@ -121,6 +130,7 @@ def _parser() -> Parser:
     how.add_argument("--recipe", metavar="FILE", help="a JSON file of methods by layer")
     sub.add_argument("--fraction", type=float, help="share of the network's parameters to keep")
     sub.add_argument("--out", required=True, metavar="DIR")
+    calibration(sub)
     shared(sub)
     as_json(sub)
 
@@ -167,7 +177,7 @@ def _layer_cells(row: LayerRow) -> tuple[str, ...]:
 
 def _fit(options: argparse.Namespace) -> None:
     model = _model(options)
-    study = Study(model, ResultStore(options.cache), device=options.device)
+    study = Study(model, ResultStore(options.cache), device=options.device, calibration=options.calibration)
     method = _method(options, model)
     record, _ = study.fit(options.layer, method, _step_line(options.layer))
     _clear_line()
@@ -176,6 +186,9 @@ def _fit(options: argparse.Namespace) -> None:
         return
     print(f"{record.layer}: {method}")
     print(f"  relative error  {record.relative_error:.4f}")
+    if record.output_error is not None:
+        print(f"  output error    {record.output_error:.4f} on {record.data}, "
+              f"fitted to {record.calibration}")  # fmt: skip
     print(f"  parameters      {record.parameters:,} of {record.dense_parameters:,} "
           f"({record.fraction:.2%})")  # fmt: skip
     print(f"  bytes           {record.nbytes:,} of {record.dense_nbytes:,}")
@@ -196,7 +209,7 @@ def _sweep(options: argparse.Namespace) -> None:
     points, skipped = sweep_points(
         model, _list(options.methods), _fractions(options.fractions), names or None
     )
-    study = Study(model, ResultStore(options.cache), options.data, options.device)
+    study = Study(model, ResultStore(options.cache), options.data, options.device, options.calibration)
     records = []
     for i, point in enumerate(points, 1):
         _line(f"{i}/{len(points)}  {point.label}")
@@ -215,7 +228,7 @@ def _compress(options: argparse.Namespace) -> None:
     if not nearest.is_dir():
         raise ParameterError(f"--out {out}: '{nearest}' is a file; expected a folder")
     model = _model(options)
-    study = Study(model, ResultStore(options.cache), options.data, options.device)
+    study = Study(model, ResultStore(options.cache), options.data, options.device, options.calibration)
     if options.recipe:
         if options.fraction is not None:
             raise ParameterError("--fraction goes with --method; a recipe has its own budgets")

@@ -81,12 +81,16 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What to compute: points of one model, with its data, on a device."""
+    """What to compute: points of one model, with its data, on a device.
+
+    `calibration` names the data whose inputs the layers are fitted to, "" for the weights alone.
+    """
 
     model: str
     points: tuple[Point, ...]
     data: str = ""
     device: str = "auto"
+    calibration: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The request as JSON."""
@@ -94,6 +98,7 @@ class JobRequest:
             "model": self.model,
             "data": self.data,
             "device": self.device,
+            "calibration": self.calibration,
             "points": [_point_to_json(point) for point in self.points],
         }
 
@@ -101,7 +106,8 @@ class JobRequest:
     def from_json(cls, document: dict[str, Any]) -> JobRequest:
         """The request that `to_json` gave."""
         points = tuple(_point_from_json(point) for point in document["points"])
-        return cls(document["model"], points, document["data"], document["device"])
+        calibration = document.get("calibration", "")  # requests of older versions have none
+        return cls(document["model"], points, document["data"], document["device"], calibration)
 
 
 def _point_to_json(point: Point) -> dict[str, Any]:
@@ -184,7 +190,14 @@ class JobRunner:
     _worker: subprocess.Popen[bytes] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def submit(self, model: str, points: Sequence[Point], data: str = "", device: str = "auto") -> str:
+    def submit(
+        self,
+        model: str,
+        points: Sequence[Point],
+        data: str = "",
+        device: str = "auto",
+        calibration: str = "",
+    ) -> str:
         """Queue points of a model (named by its source string) and return the job's id.
 
         Raises:
@@ -194,7 +207,7 @@ class JobRunner:
         folder = JobFolder(self.store.root, job_id)
         with self._lock:
             try:
-                folder.write_request(JobRequest(model, tuple(points), data, device))
+                folder.write_request(JobRequest(model, tuple(points), data, device, calibration))
                 worker = self._running_worker()
                 folder.write(
                     JobStatus(
@@ -266,7 +279,7 @@ class JobRunner:
     def resubmit(self, job_id: str) -> str:
         """Queue the same points again; finished ones are answered from the store."""
         request = JobFolder(self.store.root, job_id).read_request()
-        return self.submit(request.model, request.points, request.data, request.device)
+        return self.submit(request.model, request.points, request.data, request.device, request.calibration)
 
     def close(self) -> None:
         """Let the worker end after the job at hand."""

@@ -22,8 +22,11 @@ def canonical_key(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def fit_key(method: Method, weight: Tensor) -> str:
-    """The key of one factorization: method, its version and parameters, and the weight's bytes."""
+def fit_key(method: Method, weight: Tensor, calibration_hash: str | None = None) -> str:
+    """The key of one factorization: method, its version and parameters, and the weight's bytes.
+
+    And the hash of the calibration statistics it is fitted to (None: to the weight alone).
+    """
     return canonical_key(
         {
             "schema": SCHEMA,
@@ -31,7 +34,7 @@ def fit_key(method: Method, weight: Tensor) -> str:
             "weight": hashlib.sha256(tensor_bytes(weight)).hexdigest(),
             "dtype": str(weight.dtype),
             "shape": list(weight.shape),
-            "calibration": None,
+            "calibration": calibration_hash,
         }
     )
 

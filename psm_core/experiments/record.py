@@ -32,6 +32,13 @@ METRICS = {
     "relative_error": Metric(
         "Relative error", ".4f", "lower", "‖W − Ŵ‖ / ‖W‖, over all compressed layers of a network."
     ),
+    "output_error": Metric(
+        "Output error",
+        ".4f",
+        "lower",
+        "‖(W − Ŵ)X‖ / ‖WX‖ over the inputs X of the layer on the data the network is evaluated on; for "
+        "fits to activations.",
+    ),
     "accuracy": Metric("Accuracy", ".2%", "higher", "Share of labelled inputs classified correctly (top-1)."),
     "seconds": Metric("Seconds", ".2f", "lower", "Time the fit took on the named device."),
 }
@@ -43,7 +50,10 @@ class Record:
 
     For a layer, `params` holds the method's parameters. For a network it holds `budget` (the
     fraction asked for) and `plan` (layer → method and parameters). `cached` says that this answer
-    came from the store.
+    came from the store. `data` names what accuracy and output error were measured on.
+
+    `calibration` names the data whose inputs the fit minimizes the output error on, "" for a fit to the
+    weights alone. `relative_error` is that of the weights in either case.
     """
 
     key: str
@@ -68,6 +78,8 @@ class Record:
     note: str = ""
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     versions: dict[str, str] = field(default_factory=lambda: library_versions())
+    calibration: str = ""
+    output_error: float | None = None
     cached: bool = False
 
     def to_json(self) -> dict[str, Any]:

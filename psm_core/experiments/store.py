@@ -20,7 +20,7 @@ from psm_core.files import remove_abandoned, write_atomically
 from psm_core.methods import method_from_json
 from psm_core.network.models import tensors_hash
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 INDEX = "results.sqlite"
 _COLUMN_TYPES = {
     "fraction": "REAL",
@@ -34,11 +34,14 @@ _COLUMN_TYPES = {
     "low": "REAL",
     "high": "REAL",
     "samples": "INTEGER",
+    "output_error": "REAL",
 }
+_ADDED = {"calibration": "TEXT DEFAULT ''", "output_error": "REAL"}
+"""Columns of schema 2; a record of schema 1 is a fit to the weights, without an output error."""
 
 
 class ResultStore:
-    """Results under one folder: `results.sqlite`, `factors/`, `jobs/`.
+    """Results under one folder: `results.sqlite`, `factors/`, `calibration/`, `jobs/`.
 
     Safe with several processes: SQLite in WAL mode, files replaced atomically. A record is written
     after its factors, so that a process killed at any moment leaves no record without them.
@@ -67,9 +70,13 @@ class ResultStore:
                     f"reads ({SCHEMA_VERSION}); update psm_core or name another folder"
                 )
             db.execute("PRAGMA journal_mode = WAL")
+            db.execute("BEGIN IMMEDIATE")  # of two processes, one brings the schema up to date
             db.execute(
                 f"CREATE TABLE IF NOT EXISTS records ({columns}, PRIMARY KEY (key, model_hash, layer))"
             )
+            there = {row["name"] for row in db.execute("PRAGMA table_info(records)")}
+            for name in _ADDED.keys() - there:
+                db.execute(f"ALTER TABLE records ADD COLUMN {name} {_ADDED[name]}")
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     @contextlib.contextmanager
@@ -102,7 +109,7 @@ class ResultStore:
             StoreError: the folder cannot be written (full disk, read-only).
         """
         row = to_row(record)
-        marks = ", ".join("?" for _ in COLUMNS)
+        names, marks = ", ".join(COLUMNS), ", ".join("?" for _ in COLUMNS)
         try:
             if factorization is not None:
                 layout, tensors = json.dumps(factorization.layout()), factorization.tensors()
@@ -110,7 +117,7 @@ class ResultStore:
                 write_atomically(self._factor_file(record.key), save(tensors, metadata=seal))
             with self._connect() as db:
                 db.execute(
-                    f"INSERT OR REPLACE INTO records VALUES ({marks})",
+                    f"INSERT OR REPLACE INTO records ({names}) VALUES ({marks})",
                     [row[name] for name in COLUMNS],
                 )
         except OSError as error:
@@ -152,7 +159,9 @@ class ResultStore:
         """The records as a frame, oldest first, one column a field."""
         where, values = _conditions({"model_hash": model_hash, "layer": layer, "method": method})
         with self._connect() as db:
-            rows = db.execute(f"SELECT * FROM records WHERE {where} ORDER BY created, rowid", values)
+            rows = db.execute(
+                f"SELECT {', '.join(COLUMNS)} FROM records WHERE {where} ORDER BY created, rowid", values
+            )
             return pd.DataFrame.from_records(rows.fetchall(), columns=COLUMNS, coerce_float=True)
 
     def _factor_file(self, key: str) -> Path:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import pandas as pd
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 
 from psm_core.device import choose_device
 from psm_core.errors import BudgetError, FitError, WeightError
+from psm_core.experiments.calibrations import Calibrations
 from psm_core.experiments.evaluation import default_data, evaluate
 from psm_core.experiments.keys import eval_key, fit_key
 from psm_core.experiments.plan import uniform_plan
@@ -22,6 +25,7 @@ from psm_core.factorization import Factorization
 from psm_core.methods import at_budget
 from psm_core.methods.base import Method
 from psm_core.network.compress import compress, stored_parameters
+from psm_core.network.data import load_data
 from psm_core.network.layers import compressible_layers, get_layer
 from psm_core.network.models import card_of, model_hash, set_card
 from psm_core.progress import OnLayerStep, OnStep, of_layer
@@ -63,42 +67,85 @@ def plan_method(plan: Mapping[str, Method]) -> str:
 class Study:
     """Fits and evaluations of one model, answered from the store where they are known.
 
+    With `calibration`, the name of a data source, the fits minimize the output error on the inputs that
+    the layers receive from it, instead of the error of the weights. Their records carry its name, and
+    the output error on the inputs from the study's own data: held out where that is other data.
+
     The model must not change while it is studied.
     """
 
-    def __init__(self, model: nn.Module, store: ResultStore, data: str = "", device: str = "auto") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        store: ResultStore,
+        data: str = "",
+        device: str = "auto",
+        calibration: str = "",
+    ) -> None:
         self.model = model
         self.store = store
         self.device = device
         choose_device(device, next(iter(model.parameters())))  # a wrong name is an error at once
-        self._keys: dict[tuple[str, Method], str] = {}
+        self._keys: dict[tuple[str, Method, str | None], str] = {}
         card = card_of(model)
         self.source = card.path or card.source or type(model).__name__
         self.hash = model_hash(model)
         self.data = default_data(model, data)
         if self.data is not None and self.data.images and card.input_shape is None:
             set_card(model, input_shape=tuple(self.data.inputs.shape[1:]))
+        self._calibrate(calibration)
 
-    def fit(self, layer: str, method: Method, on_step: OnStep | None = None) -> tuple[Record, Factorization]:
+    def fitted_to(self, calibration: str) -> Self:
+        """The same study with fits to the inputs from other data, or ("") to the weights alone."""
+        other = copy.copy(self)
+        other._calibrate(calibration)
+        return other
+
+    def _calibrate(self, calibration: str) -> None:
+        self.calibration = calibration
+        self._seen = self._held_out = None
+        if calibration:
+            seen = load_data(calibration)
+            tested = seen if self.data is None or self.data.fingerprint == seen.fingerprint else self.data
+            common = (self.store.root, self.model, self.hash)
+            self._seen = self._held_out = Calibrations(*common, seen, self.device)
+            if tested is not seen:
+                self._held_out = Calibrations(*common, tested, self.device)
+
+    def fit(
+        self,
+        layer: str,
+        method: Method,
+        on_step: OnStep | None = None,
+        on_batch: Callable[[int, int], None] | None = None,
+    ) -> tuple[Record, Factorization]:
         """Factorize one layer, or read the result from the store.
+
+        Statistics of the layer's inputs are computed first where they are wanted and not kept yet.
 
         Raises:
             UnknownNameError, LayerError, ParameterError, WeightError: bad input.
+            CalibrationError, DataError: the statistics cannot be computed.
             StoreError: the result cannot be kept.
         """
         weight = get_layer(self.model, layer).weight.detach()
+        self._prepare([layer], on_batch)
         key = self._fit_key(layer, method)
         known = self.store.get(key, self.hash, layer) or self.store.get(key)
         factorization = self.store.factors(key) if known else None
         if known is not None and factorization is not None:
             here = replace(known, model=self.source, model_hash=self.hash, layer=layer)
-            if (known.model_hash, known.layer) != (self.hash, layer):
+            if self._held_out is not None and known.data != self._held_out.data.source:
+                here = replace(here, **self._output(layer, factorization))
+            if (known.model_hash, known.layer, known.data) != (self.hash, layer, here.data):
                 self.store.put(replace(here, cached=False))
             return here, factorization
+        calibration = None if self._seen is None else self._seen.get(layer, on_batch)
+        key = self._fit_key(layer, method)  # another one if a damaged file had to be computed again
         device = choose_device(self.device, weight)
         start = time.perf_counter()
         try:
-            factorization = method.fit(weight, on_step=on_step, device=str(device))
+            factorization = method.fit(weight, on_step, calibration, str(device))
         except (WeightError, FitError) as error:
             raise type(error)(f"layer '{layer}': {error}") from error
         seconds = time.perf_counter() - start
@@ -118,16 +165,23 @@ class Study:
             seconds=seconds,
             device=str(device),
             note=factorization.note,
+            calibration=self.calibration,
+            **self._output(layer, factorization),
         )
         self.store.put(record, factorization)
         return record, factorization
 
     def known(self, plan: Mapping[str, Method]) -> Record | None:
         """The stored record of exactly this plan on this study's data, or None."""
+        if self._seen is not None and any(self._seen.hash(layer) is None for layer in plan):
+            return None  # nothing was ever fitted to these inputs
         return self.store.get(self._eval_key(plan), self.hash, NETWORK)
 
     def records(self) -> pd.DataFrame:
-        """The stored records of this network: its layers, and the whole on this study's data."""
+        """The stored records of this network: its layers, and the whole on this study's data.
+
+        Whatever they were fitted to; the column `calibration` tells.
+        """
         frame = self.store.query(model_hash=self.hash)
         data = "" if self.data is None else self.data.source
         return frame[(frame["layer"] != NETWORK) | (frame["data"] == data)].reset_index(drop=True)
@@ -146,7 +200,10 @@ class Study:
         if (known := self.known(plan)) is not None:
             asked = known.params["budget"] if budget is None else budget
             return replace(known, params={**known.params, "budget": asked})
-        fits = {name: self.fit(name, method, of_layer(on_step, name)) for name, method in plan.items()}
+        self._prepare(plan, on_batch)
+        fits = {
+            name: self.fit(name, method, of_layer(on_step, name), on_batch) for name, method in plan.items()
+        }
         small = compress(self.model, {name: fit for name, (_, fit) in fits.items()})
         stored, total = stored_parameters(small), stored_parameters(self.model)
         dense_nbytes = _nbytes(self.model)
@@ -179,6 +236,7 @@ class Study:
             high=None if result is None else result.high,
             samples=None if result is None else result.samples,
             data="" if result is None else result.data,
+            calibration=self.calibration if plan else "",
         )
         self.store.put(record)
         return record
@@ -191,18 +249,34 @@ class Study:
     ) -> Record:
         """The record of one point."""
         if point.method is not None:
-            return self.fit(point.layer, point.method, of_layer(on_step, point.layer))[0]
+            return self.fit(point.layer, point.method, of_layer(on_step, point.layer), on_batch)[0]
         return self.network(point.plan or {}, point.budget, on_step, on_batch)
 
     def compressed(self, plan: Mapping[str, Method]) -> nn.Module:
         """A compressed copy of the model, its factors read from the store where they are known."""
         return compress(self.model, {name: self.fit(name, m)[1] for name, m in plan.items()})
 
+    def _prepare(self, layers: Iterable[str], on_batch: Callable[[int, int], None] | None) -> None:
+        """Compute the statistics that fits of these layers need and that are not kept yet."""
+        for calibrations in (self._seen, self._held_out):
+            if calibrations is not None:
+                calibrations.prepare(layers, on_batch)
+
+    def _output(self, layer: str, factorization: Factorization) -> dict[str, Any]:
+        """The output error of a fit to activations, and the data behind it."""
+        if self._held_out is None:
+            return {}
+        weight = get_layer(self.model, layer).weight
+        error = factorization.output_error(weight, self._held_out.get(layer))
+        return {"output_error": error, "data": self._held_out.data.source}
+
     def _fit_key(self, layer: str, method: Method) -> str:
         """The key of a fit; a weight's bytes are hashed once."""
-        if (layer, method) not in self._keys:
-            self._keys[layer, method] = fit_key(method, get_layer(self.model, layer).weight)
-        return self._keys[layer, method]
+        calibration = None if self._seen is None else self._seen.hash(layer)
+        if (layer, method, calibration) not in self._keys:
+            weight = get_layer(self.model, layer).weight
+            self._keys[layer, method, calibration] = fit_key(method, weight, calibration)
+        return self._keys[layer, method, calibration]
 
     def _eval_key(self, plan: Mapping[str, Method]) -> str:
         keys = {name: self._fit_key(name, method) for name, method in plan.items()}

@@ -90,7 +90,8 @@ def run_job(store: ResultStore, job_id: str, app: int) -> JobStatus:
     progress = Progress(folder, app)
     try:
         request = folder.read_request()
-        study = Study(load_model(request.model), store, request.data, request.device)
+        model = load_model(request.model)
+        study = Study(model, store, request.data, request.device, request.calibration)
         for point in request.points:
             progress.check_cancel()
             progress.begin(point)

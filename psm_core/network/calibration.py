@@ -25,7 +25,8 @@ from psm_core.network.modules import ConvGeometry
 from psm_core.progress import JobCancelled
 
 DAMPING = 0.01
-"""What a fit adds to the diagonal of C, in units of its mean."""
+"""What a fit adds to the diagonal of C, in units of its mean. Another value changes results: raise the
+versions of the methods with it."""
 
 LARGEST = 16_384
 """The most inputs of a layer: their second moment takes 2 GB."""

@@ -10,6 +10,7 @@ from torch import nn
 from psm_core.errors import ModelError, ParameterError, first_line
 from psm_core.factorization import Factorization
 from psm_core.methods.base import Method
+from psm_core.network.calibration import Calibration
 from psm_core.network.layers import get_layer
 from psm_core.network.models import card_of, model_hash, set_card
 from psm_core.network.modules import CompressedLayer
@@ -21,16 +22,20 @@ def compress(
     plan: Mapping[str, Method | Factorization],
     on_step: OnLayerStep | None = None,
     device: str = "auto",
+    calibration: Mapping[str, Calibration] | None = None,
 ) -> nn.Module:
     """A copy of the network in which the planned layers compute with factors.
 
     `plan` gives, by layer name, a method (fitted here) or a factorization (used as it is). The
-    input is untouched. `on_step` receives the layer's name and a step; it cancels by raising.
+    input is untouched. With `calibration`, the statistics by layer that `calibrate` gave, the methods
+    minimize the error of the layers' outputs. `on_step` receives the layer's name and a step; it
+    cancels by raising.
 
     Raises:
         UnknownNameError: the plan names a layer that the model does not have.
         LayerError: it names one that cannot be compressed.
-        ParameterError: a setting is out of range for its layer, or is no method.
+        ParameterError: a setting is out of range for its layer, or is no method, or the calibration
+            leaves out its layer.
         WeightError: a weight is not finite.
         ModelError: the model cannot be copied.
     """
@@ -43,6 +48,11 @@ def compress(
             )
         if isinstance(setting, Method):
             setting.check_shape(tuple(layer.weight.shape))
+            if calibration is not None and name not in calibration:
+                raise ParameterError(
+                    f"the calibration has no statistics of layer '{name}'; expected those of each layer "
+                    "that is fitted: psm.calibrate(model, data, plan)"
+                )
     try:
         small = copy.deepcopy(model)
     except (RuntimeError, TypeError) as error:
@@ -54,7 +64,8 @@ def compress(
     for name, setting in plan.items():
         layer = get_layer(small, name)
         if isinstance(setting, Method):
-            setting = setting.fit(layer.weight, on_step=of_layer(on_step, name), device=device)
+            statistics = None if calibration is None else calibration[name]
+            setting = setting.fit(layer.weight, of_layer(on_step, name), statistics, device)
         small = replace_layer(small, name, setting.to_module(layer))
     return small
 
