@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from psm_core.methods._palm4msa import CONSTRAINTS, hierarchical, palm4msa, project
+from psm_core.methods._palm4msa import hierarchical, palm4msa
+from psm_core.methods._sparsity_sets import CONSTRAINTS, project
 from psm_core.progress import JobCancelled
 
 ALGORITHMS = (palm4msa, hierarchical)
@@ -110,6 +111,14 @@ def brute_force(matrix: np.ndarray, K: int, constraint: str) -> tuple[float, int
     order = np.zeros(matrix.shape, dtype=bool)
     if constraint == "global":
         order.flat[np.argsort(-np.abs(matrix), axis=None)[: K * max(rows, cols)]] = True
+    if constraint == "block":
+        if K * max(rows, cols) >= matrix.size:
+            return float((matrix**2).sum()), matrix.size
+        b = max(b for b in (1, 2, 4) if b <= min(K, rows, cols))
+        corners = [(i, j) for i in range(0, rows, b) for j in range(0, cols, b)]
+        corners.sort(key=lambda c: -(matrix[c[0] : c[0] + b, c[1] : c[1] + b] ** 2).sum())
+        for i, j in corners[: K * max(rows, cols) // b**2]:
+            order[i : i + b, j : j + b] = True
     if constraint in ("row", "splincol"):
         for i in range(rows):
             order[i, np.argsort(-np.abs(matrix[i]))[:K]] = True
@@ -120,8 +129,8 @@ def brute_force(matrix: np.ndarray, K: int, constraint: str) -> tuple[float, int
 
 
 @pytest.mark.parametrize("constraint", CONSTRAINTS)
-@pytest.mark.parametrize("shape", [(7, 11), (11, 7), (1, 5), (6, 1), (4, 4)])
-@pytest.mark.parametrize("K", [1, 3, 50])
+@pytest.mark.parametrize("shape", [(7, 11), (11, 7), (1, 5), (6, 1), (4, 4), (13, 22)])
+@pytest.mark.parametrize("K", [1, 3, 5, 50])
 def test_projection_is_the_nearest(shape: tuple[int, int], K: int, constraint: str) -> None:
     matrix = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(K))
     kept = project(matrix, K, constraint)
@@ -132,7 +141,7 @@ def test_projection_is_the_nearest(shape: tuple[int, int], K: int, constraint: s
 
 
 @pytest.mark.parametrize(
-    ("constraint", "most"), [("row", 12), ("column", 16), ("global", 16), ("splincol", 28)]
+    ("constraint", "most"), [("row", 12), ("column", 16), ("global", 16), ("splincol", 28), ("block", 16)]
 )
 def test_projection_of_ties_keeps_no_more_than_allowed(constraint: str, most: int) -> None:
     assert 0 < int((project(torch.ones(6, 8), 2, constraint) != 0).sum()) <= most

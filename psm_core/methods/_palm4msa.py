@@ -1,217 +1,323 @@
 """PALM4MSA: proximal alternating linearized minimization for multi-layer sparse approximation.
 
-    minimize  ‖W − λ·S₁S₂…S_Q‖²_F   over λ and S_q ∈ E_q,   W of shape m × n, m ≤ n,
+    minimize  ‖(W − λ·S₁S₂…S_Q) C^½‖²_F   over λ and S_q ∈ E_q,   W of shape m × n, m ≤ n,
 
-where S₁ … S_{Q−1} are m × m and S_Q is m × n (a tall W is transposed first). Each factor in turn takes
-a gradient step of length 1/c, c slightly above λ²‖L‖₂²‖R‖₂² (L, R: the products of the factors on its
-left and right), and is projected onto its sparsity set E_q; then λ = ⟨W, P⟩ / ‖P‖²_F, P = S₁…S_Q.
+where S₁ … S_{Q−1} are m × m and S_Q is m × n (a tall W is transposed first), and C is the identity or the
+second moment of the layer's inputs. Each factor in turn takes a gradient step of length 1/c, c slightly
+above λ²‖L‖₂²‖R C Rᵀ‖₂ (L, R: the products of the factors on its left and right), and is projected onto
+its sparsity set E_q; then λ = ⟨W, P⟩ / ‖P‖², P = S₁…S_Q, in the inner product of C.
 
 Sources: Le Magoarou & Gribonval, "Flexible multilayer sparse approximations of matrices and
-applications", IEEE JSTSP 2016; Giffon et al., "PSM-nets", IJCNN 2021 (the union constraint).
+applications", IEEE JSTSP 2016; Giffon et al., "PSM-nets", IJCNN 2021 (the union constraint, and the
+fit on activations).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from psm_core.methods._engine import Rows, Trace
+from psm_core.methods._engine import Trace
+from psm_core.methods._operand import Operand
+from psm_core.methods._sparsity_sets import TRANSPOSED, project, support
 from psm_core.progress import Report
 
-Stage = tuple[list[Tensor], Tensor]  # factors of unit norm, λ
+Stage = tuple[list[Operand], Tensor]  # factors of unit norm, λ
 
-CONSTRAINTS = ("splincol", "row", "column", "global")
-_TRANSPOSED = {"row": "column", "column": "row"}
+ORDERS = ("right-to-left", "left-to-right")
 _MARGIN = 1.001  # c exceeds the Lipschitz constant by this factor
+_FIRST_STEPS, _STEPS = 30, 4  # power iterations: in the first sweep, and from the vectors of the last one
 
 
 def palm4msa(
-    target: Tensor, *, K: int, Q: int, constraint: str = "splincol",
-    iterations: int, tolerance: float, seed: int, report: Report,
+    target: Tensor, *, K: int, Q: int, constraint: str = "splincol", order: str = "right-to-left",
+    iterations: int, tolerance: float, seed: int, report: Report, metric: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Q sparse factors whose product, left to right, approximates ``target`` (m × n): flat PALM4MSA.
 
-    The factor with the longer side starts at zero and is updated first, the others start as the
-    identity. λ is kept apart until the end, then shared evenly by the factors; the best iterate is
-    returned. Stops after ``iterations``, or once an iteration lowers the relative error by less than
-    the fraction ``tolerance`` of it. ``report(iteration, total, relative_error)`` may raise.
+    ``order`` is that of the updates within an iteration, with the factor of the longer side taken as the
+    rightmost: the factor updated first starts at zero, the others as the identity. λ is kept apart until
+    the end, then shared evenly by the factors; the best iterate is returned. Stops after ``iterations``,
+    or once an iteration lowers the relative error by less than the fraction ``tolerance`` of it.
+    ``report(iteration, total, relative_error)`` may raise.
+
+    ``metric`` is a symmetric positive semi-definite C of shape n × n; its scale does not matter. The
+    fit starts from what is found without it, and as many iterations again lower the error in C. Those
+    are the ones reported, with this error; until then iteration 0 is.
     """
-    fit = _Fit(K, constraint, iterations, tolerance, seed, Trace(report, iterations))
-    return _normalized(target, Q, fit, _flat)
+    fit = _Fit(K, constraint, order, iterations, tolerance, seed, Trace(report, iterations))
+    return _normalized(target, Q, fit, _flat, metric)
 
 
 def hierarchical(
-    target: Tensor, *, K: int, Q: int, constraint: str = "splincol",
-    iterations: int, tolerance: float, seed: int, report: Report,
+    target: Tensor, *, K: int, Q: int, constraint: str = "splincol", order: str = "right-to-left",
+    iterations: int, tolerance: float, seed: int, report: Report, metric: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """As :func:`palm4msa`, one factor after another: split ``target`` in two, split the square residual
-    again, and re-optimize all factors on ``target`` after each split; ``iterations`` for each stage.
+    again, and re-optimize all factors on ``target`` after each split; ``iterations`` for each stage, the
+    one in the ``metric`` included.
 
     While r factors are still to come out of the residual, it may hold Kʳ entries where they hold K:
     no product of r such factors needs more.
     """
     trace = Trace(report, iterations * max(2 * Q - 3, 1))
-    return _normalized(target, Q, _Fit(K, constraint, iterations, tolerance, seed, trace), _split)
+    fit = _Fit(K, constraint, order, iterations, tolerance, seed, trace)
+    return _normalized(target, Q, fit, _split, metric)
 
 
-def project(matrix: Tensor, K: int, constraint: str) -> Tensor:
-    """Nearest matrix of a sparsity set: kept entries unchanged, exact zeros elsewhere.
-
-    "row" keeps the K largest magnitudes of each row, "column" of each column, "splincol" the union of
-    both, "global" the K·max(rows, cols) largest of the matrix. Ties never exceed these counts.
-    """
-    if constraint not in CONSTRAINTS:
-        raise ValueError(f"constraint must be one of {', '.join(CONSTRAINTS)}, not {constraint!r}")
-    rows, cols = matrix.shape
-    size = matrix.abs()
-    keep = torch.zeros_like(matrix, dtype=torch.bool)
-    if constraint == "global":
-        count = min(K * max(rows, cols), matrix.numel())
-        keep.view(-1)[size.view(-1).topk(count, sorted=False).indices] = True
-    if constraint in ("row", "splincol"):
-        keep.scatter_(1, size.topk(min(K, cols), dim=1, sorted=False).indices, True)
-    if constraint in ("column", "splincol"):
-        keep.scatter_(0, size.topk(min(K, rows), dim=0, sorted=False).indices, True)
-    return matrix * keep
-
-
+@dataclass
 class _Fit:
     """The settings of one fit, shared by its stages."""
 
-    def __init__(
-        self, K: int, constraint: str, iterations: int, tolerance: float, seed: int, trace: Trace
-    ) -> None:
-        self.K, self.constraint, self.iterations, self.tolerance = K, constraint, iterations, tolerance
-        self.random, self.trace = torch.Generator().manual_seed(seed), trace
+    K: int
+    constraint: str
+    order: str
+    iterations: int
+    tolerance: float
+    seed: int
+    trace: Trace
+
+    def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(ORDERS)}, not {self.order!r}")
+        self.random = torch.Generator().manual_seed(self.seed)
+
+    def operand(self, matrix: Tensor) -> Operand:
+        return Operand.of(matrix, self.trace.pulse)
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        """Iterations inside count as iteration 0 of those that follow."""
+        trace, report = self.trace, self.trace.report
+        trace.report = lambda iteration, total, error: report(0, self.iterations, 1.0)
+        yield
+        trace.report, trace.total, trace.done, trace.error = report, self.iterations, 0, 1.0
+
+    def start(self, target: Tensor, Q: int) -> list[Operand]:
+        """Identities, and zero for the factor that is updated first."""
+        eye = torch.eye(*target.shape, dtype=target.dtype, device=target.device)
+        factors = [eye[:, : len(target)]] * (Q - 1) + [eye]
+        first = Q - 1 if self.order == "right-to-left" else 0
+        factors[first] = torch.zeros_like(factors[first])
+        return [self.operand(factor) for factor in factors]
 
 
 def _normalized(
-    target: Tensor, Q: int, fit: _Fit, scheme: Callable[[Tensor, int, _Fit], Stage]
+    target: Tensor, Q: int, fit: _Fit, scheme: Callable[[Tensor, int, _Fit], Stage], metric: Tensor | None
 ) -> list[Tensor]:
     """Make ``target`` wide and of unit size for ``scheme``, and undo both on the factors."""
     tall = target.shape[0] > target.shape[1]
     matrix = target.detach().mT.contiguous() if tall else target.detach()
     if tall:
-        fit.constraint = _TRANSPOSED.get(fit.constraint, fit.constraint)
+        fit.constraint = TRANSPOSED.get(fit.constraint, fit.constraint)
     info = torch.finfo(matrix.dtype)
     scale = matrix.abs().amax().clamp_min(info.tiny)
-    unit = matrix / scale
-    if Q == 1:
+    if metric is not None and not metric.any():
+        metric = None
+    if Q == 1 and metric is None:
         factors = [project(matrix, fit.K, fit.constraint)]
         lost = torch.linalg.vector_norm((matrix - factors[0]) / scale)
         fit.trace.total = 1
-        fit.trace.add(lost / torch.linalg.vector_norm(unit).clamp_min(info.tiny))
+        fit.trace.add(lost / torch.linalg.vector_norm(matrix / scale).clamp_min(info.tiny))
     else:
-        unit = unit * (unit.abs() > info.eps**2)  # far below rounding: only a source of denormals
-        factors, lam = scheme(unit, Q, fit)
+        unit = _without_dust(matrix / scale)
+        if metric is None:
+            operands, lam = scheme(unit, Q, fit)
+        else:
+            with fit.silence():
+                operands, lam = scheme(unit, Q, fit)
+            C = fit.operand(metric.detach() / metric.diagonal().amax())
+            sides = (C, None) if tall else (None, C)
+            operands, lam = _Sweeps(unit, operands, lam, [fit.K] * Q, fit, *sides).run(is_begun=True)
         share = lam.abs().pow(1 / Q) * scale.pow(1 / Q)  # λ·scale itself could overflow
-        factors = [factor * share for factor in factors]
+        factors = [operand.dense() * share for operand in operands]
         factors[0] = factors[0] * lam.sign()
     fit.trace.flush()
     return [factor.mT.contiguous() for factor in reversed(factors)] if tall else factors
 
 
+def _without_dust(matrix: Tensor) -> Tensor:
+    """Entries far below rounding, in a matrix of unit size, are only a source of denormals."""
+    return matrix * (matrix.abs() > torch.finfo(matrix.dtype).eps ** 2)
+
+
 def _flat(target: Tensor, Q: int, fit: _Fit) -> Stage:
-    return _stage(target, _start(target, Q), target.new_ones(()), [fit.K] * Q, fit)
+    return _Sweeps(target, fit.start(target, Q), target.new_ones(()), [fit.K] * Q, fit).run()
 
 
 def _split(target: Tensor, Q: int, fit: _Fit) -> Stage:
-    factors, lam, sizes = [target], target.new_ones(()), [0]
+    factors, lam, sizes = [fit.operand(target)], target.new_ones(()), [0]
     for left in range(Q - 1, 0, -1):
-        residual, *rest = factors
-        pair, gain = _stage(residual, _start(residual, 2), target.new_ones(()), [fit.K**left, fit.K], fit)
-        factors, lam, sizes = [*pair, *rest], lam * gain, [fit.K**left, fit.K, *sizes[1:]]
+        residual, rest = factors[0].dense(), factors[1:]
+        pair_sizes = [fit.K**left, fit.K]
+        pair, gain = _Sweeps(residual, fit.start(residual, 2), target.new_ones(()), pair_sizes, fit).run()
+        factors, lam, sizes = [*pair, *rest], lam * gain, [*pair_sizes, *sizes[1:]]
         if rest:
-            factors, lam = _stage(target, factors, lam, sizes, fit)
+            factors, lam = _Sweeps(target, factors, lam, sizes, fit).run(is_begun=True)
     return factors, lam
 
 
-def _start(target: Tensor, Q: int) -> list[Tensor]:
-    eye = torch.eye(len(target), dtype=target.dtype, device=target.device)
-    return [eye] * (Q - 1) + [torch.zeros_like(target)]
+class _Sweeps:
+    """Sweeps of PALM4MSA over the factors of one target, with a metric B on its left or C on its right.
 
-
-def _stage(target: Tensor, factors: list[Tensor], lam: Tensor, sizes: list[int], fit: _Fit) -> Stage:
-    """Best iterate of ``fit.iterations`` sweeps over ``factors``, from the last (wide) to the first.
-
-    The wide dimension enters four products a sweep only: Lᵀ(LS − W) in the step of the wide factor S,
-    SSᵀ and WSᵀ after it. From G = RRᵀ and H = WRᵀ the rest follows among square matrices.
+    The wide dimension enters four products a sweep only: Lᵀ(λLS − W) in the step of the wide factor S,
+    and SSᵀ and WSᵀ after it. From G = RRᵀ and H = WRᵀ the rest follows among square matrices. With a
+    metric they are G = RCRᵀ and H = BWCRᵀ, and Lᵀ(λLS − W) becomes Lᵀ(BλLS − BW)C.
     """
-    *square, wide = factors
-    tiny = torch.finfo(target.dtype).tiny
-    energy = target.square().sum().clamp_min(tiny)
-    probes = torch.randn(2, len(factors), len(target), generator=fit.random, dtype=torch.float64).to(target)
-    best, best_lam, lowest = list(factors), lam, torch.full_like(lam, torch.inf)
-    previous = torch.inf
-    for sweep in range(fit.iterations):
-        power = 50 if sweep == 0 else 8  # power iterations, from the singular vectors of the last sweep
-        lefts = [square[0]]
-        for factor in square[1:]:
-            lefts.append(_times(lefts[-1], factor))
 
-        slope = _residual(lefts[-1], lam * wide, target)
-        bound = lam * _gain(lefts[-1], probes[0, -1], power) ** 2
-        wide, lam = _step(wide, slope, bound, lam, sizes[-1], fit)
-        rows = Rows(wide != 0)
-        G, H = rows.times(wide, wide.mT), rows.times(wide, target.mT).mT
-        fit.trace.pulse()
+    def __init__(
+        self, target: Tensor, factors: list[Operand], lam: Tensor, sizes: list[int], fit: _Fit,
+        B: Operand | None = None, C: Operand | None = None,
+    ) -> None:  # fmt: skip
+        self.factors, self.lam, self.sizes, self.fit, self.B, self.C = list(factors), lam, sizes, fit, B, C
+        self.tiny = torch.finfo(target.dtype).tiny
+        self.target = target
+        if B is not None:
+            self.target = B.times(target)
+        if C is not None:
+            self.target = C.times(target.mT).mT.contiguous()
+        self.energy = (self.target * target).sum().clamp_min(self.tiny)
+        random = torch.randn(2, len(factors), len(target), 1, generator=fit.random, dtype=torch.float64)
+        self.probes = random.to(target)
+        self.steps = _FIRST_STEPS
+        self.gain_of_C = target.new_ones(())
+        if C is not None:
+            probe = torch.randn(target.shape[1], 1, generator=fit.random, dtype=torch.float64)
+            self.gain_of_C = self._gain(C.times, probe.to(target))
 
-        for q in range(len(square) - 1, -1, -1):
-            slope, bound = lam * _times(square[q], G), lam * _gain(G, probes[0, q], power)
-            if q:
-                slope = _residual(lefts[q - 1], slope, H)
-                bound = bound * _gain(lefts[q - 1], probes[1, q], power) ** 2
+    def run(self, is_begun: bool = False) -> Stage:
+        """The best iterate; with ``is_begun`` the start is one of them."""
+        fit, previous = self.fit, torch.inf
+        pairs = self._grams() if is_begun or fit.order == "left-to-right" else []
+        best, best_lam, lowest = self.factors, self.lam, torch.full_like(self.lam, torch.inf)
+        if is_begun:
+            self.lam, lowest = self._scale(*pairs[0])
+            best_lam = self.lam
+        for _ in range(fit.iterations):
+            if fit.order == "right-to-left":
+                pair = self._from_the_right()
             else:
-                slope = slope - H
-            square[q], lam = _step(square[q], slope, bound, lam, sizes[q], fit)
+                pairs = self._from_the_left(pairs)
+                pair = pairs[0]
+            self.lam, error = self._scale(*pair)
+            self.steps = _STEPS
+            del pair
+
+            better = error < lowest
+            lowest, best_lam = torch.where(better, error, lowest), torch.where(better, self.lam, best_lam)
+            best = _choose(better, self.factors, best)
+            fit.trace.add(error)
+            if fit.tolerance > 0:
+                if previous - float(error) < fit.tolerance * previous:
+                    break
+                previous = float(error)
+        fit.trace.flush()
+        return best, best_lam
+
+    def _from_the_right(self) -> tuple[Tensor, Tensor]:
+        self._update_wide()
+        G, H = self._grams_of_wide()
+        for q in range(len(self.factors) - 2, -1, -1):
+            self._update_square(q, G, H)
             if q:
-                G, H = _times(square[q], _times(square[q], G).mT), _times(square[q], H.mT).mT
-        inner = (H * square[0]).sum()
-        lam = inner / (_times(square[0], G) * square[0]).sum().clamp_min(tiny)
-        error = (1 - lam * inner / energy).clamp_min(0).sqrt()
+                G, H = self._fold(q, G, H)
+        return G, H
 
-        better = error < lowest  # decided on the device: no wait for the host
-        lowest, best_lam = torch.where(better, error, lowest), torch.where(better, lam, best_lam)
-        best = [torch.where(better, new, old) for new, old in zip([*square, wide], best, strict=True)]
-        fit.trace.add(error)
-        if fit.tolerance > 0:
-            if previous - float(error) < fit.tolerance * previous:
-                break
-            previous = float(error)
-    fit.trace.flush()
-    return best, best_lam
+    def _from_the_left(self, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        for q in range(len(self.factors) - 1):
+            self._update_square(q, *pairs.pop(0))
+        self._update_wide()
+        return self._grams()
+
+    def _grams(self) -> list[tuple[Tensor, Tensor]]:
+        """G and H for each square factor, from left to right."""
+        pairs = [self._grams_of_wide()]
+        for q in range(len(self.factors) - 2, 0, -1):
+            pairs.insert(0, self._fold(q, *pairs[0]))
+        return pairs
+
+    def _grams_of_wide(self) -> tuple[Tensor, Tensor]:
+        wide = self.factors[-1]
+        return wide.times(self._in_metric(wide).mT), wide.times(self.target.mT).mT
+
+    def _in_metric(self, wide: Operand) -> Tensor:
+        """S·C."""
+        return wide.dense() if self.C is None else wide.times(self.C.dense())
+
+    def _fold(self, q: int, G: Tensor, H: Tensor) -> tuple[Tensor, Tensor]:
+        """G and H once factor q joins R."""
+        factor = self.factors[q]
+        return factor.times(factor.times(G).mT), factor.times(H.mT).mT
+
+    def _scale(self, G: Tensor, H: Tensor) -> tuple[Tensor, Tensor]:
+        """The best λ and the relative error with it, from G and H of the first factor."""
+        if len(self.factors) > 1:
+            first, image = self.factors[0].dense(), self.factors[0].times(G)
+        else:
+            first, image = torch.eye(len(G), dtype=G.dtype, device=G.device), G
+        if self.B is not None:
+            image = self.B.times(image)
+        inner = (H * first).sum()
+        lam = inner / (image * first).sum().clamp_min(self.tiny)
+        return lam, (1 - lam * inner / self.energy).clamp_min(0).sqrt()
+
+    def _update_wide(self) -> None:
+        q = len(self.factors) - 1
+        slope = self._slope(q, self.lam * self._in_metric(self.factors[q]), self.target)
+        self._step(q, slope, self.lam * self._gain_of_left(q) * self.gain_of_C)
+
+    def _update_square(self, q: int, G: Tensor, H: Tensor) -> None:
+        slope = self._slope(q, self.lam * self.factors[q].times(G), H)
+        gain_of_right = self._gain(lambda x: G @ x, self.probes[0, q])
+        self._step(q, slope, self.lam * self._gain_of_left(q) * gain_of_right)
+
+    def _slope(self, q: int, inner: Tensor, target: Tensor) -> Tensor:
+        """Lᵀ(B·L·inner − target), L the product of the factors left of q; overwrites ``inner``."""
+        for factor in reversed(self.factors[:q]):
+            inner = factor.times(inner)
+        if self.B is not None:
+            inner = self.B.times(inner)
+        inner.sub_(target)
+        for factor in self.factors[:q]:
+            inner = factor.transposed.times(inner)
+        return inner
+
+    def _gain_of_left(self, q: int) -> Tensor:
+        """‖LᵀBL‖₂."""
+        if q == 0 and self.B is None:
+            return torch.ones_like(self.lam)
+        zero = torch.zeros_like(self.lam)
+        return self._gain(lambda x: self._slope(q, x, zero), self.probes[1, q])
+
+    def _gain(self, times: Callable[[Tensor], Tensor], probe: Tensor) -> Tensor:
+        """Largest eigenvalue of a positive operator, by power iteration from ``probe``, which is updated."""
+        image = probe
+        size: Tensor = torch.linalg.vector_norm(probe)
+        for _ in range(self.steps):
+            image = times(image / size.clamp_min(self.tiny))
+            size = torch.linalg.vector_norm(image)
+        probe.copy_(torch.where(size > 0, image, probe))
+        return size
+
+    def _step(self, q: int, slope: Tensor, bound: Tensor) -> None:
+        """Projected gradient step: the gradient is λ·``slope`` and c is λ·``bound``, so λ/c is 1/``bound``.
+
+        The new factor has unit norm, its size goes into λ; a zero factor stays as it is.
+        """
+        length = 1 / (_MARGIN * bound).clamp_min(self.tiny)
+        moved = self.factors[q].add_to(slope.mul_(-length))
+        keep = support(moved, self.sizes[q], self.fit.constraint)
+        factor = Operand.of(moved, self.fit.trace.pulse, keep)
+        norm = torch.linalg.vector_norm(factor.values)
+        norm = torch.where(norm > 0, norm, torch.ones_like(norm))
+        self.factors[q] = factor.with_values(_without_dust(factor.values / norm))
+        self.lam = self.lam * norm
 
 
-def _step(
-    factor: Tensor, slope: Tensor, bound: Tensor, lam: Tensor, K: int, fit: _Fit
-) -> tuple[Tensor, Tensor]:
-    """Projected gradient step: the gradient is λ·``slope`` and c is λ·``bound``, so λ/c is 1/``bound``.
-
-    The new factor has unit norm, its size goes into λ; a zero factor stays as it is.
-    """
-    length = 1 / (_MARGIN * bound).clamp_min(torch.finfo(factor.dtype).tiny)
-    factor = project(factor - slope * length, K, fit.constraint)
-    norm = torch.linalg.vector_norm(factor)
-    norm = torch.where(norm > 0, norm, torch.ones_like(norm))
-    return factor / norm, lam * norm
-
-
-def _times(sparse: Tensor, other: Tensor) -> Tensor:
-    return Rows(sparse != 0).times(sparse, other)
-
-
-def _residual(left: Tensor, inner: Tensor, target: Tensor) -> Tensor:
-    """Lᵀ(L·M − T)."""
-    return Rows(left != 0, transposed=True).times(left, _times(left, inner) - target)
-
-
-def _gain(matrix: Tensor, probe: Tensor, steps: int) -> Tensor:
-    """Spectral norm by power iteration from ``probe``, which is updated."""
-    tiny = torch.finfo(matrix.dtype).tiny
-    size = torch.zeros_like(probe[0])
-    for _ in range(steps):
-        unit = probe / torch.linalg.vector_norm(probe).clamp_min(tiny)
-        image = matrix @ unit
-        size = torch.linalg.vector_norm(image)
-        probe.copy_(matrix.mT @ image)
-    return size
+def _choose(better: Tensor, new: list[Operand], old: list[Operand]) -> list[Operand]:
+    """Decided on the device: an accelerator, where operands are dense, is not waited for."""
+    if better.is_cpu:
+        return list(new) if better else old
+    return [a.with_values(torch.where(better, a.values, b.values)) for a, b in zip(new, old, strict=True)]

@@ -11,7 +11,8 @@ from torch import Tensor
 from psm_core.errors import ParameterError
 from psm_core.factorization import Factor, Factorization, MatrixProduct
 from psm_core.methods._joint import joint
-from psm_core.methods._palm4msa import hierarchical, palm4msa
+from psm_core.methods._palm4msa import ORDERS, hierarchical, palm4msa
+from psm_core.methods._sparsity_sets import CONSTRAINTS, set_size
 from psm_core.methods.base import (
     Method,
     Shape,
@@ -38,7 +39,10 @@ class PSM(Method):
     `palm4msa` and `hierarchical` are the published algorithms (Le Magoarou & Gribonval, IEEE JSTSP
     2016), with the constraint sets of PSM-nets (Giffon et al., IJCNN 2021): `splincol` keeps the K
     largest of each row and of each column, between K·max(rows, cols) and K·(rows + cols) non-zeros
-    a factor; `row` and `column` keep K each; `global` keeps the K·max(rows, cols) largest.
+    a factor; `row` and `column` keep K each; `global` keeps the K·max(rows, cols) largest, and `block`
+    whole blocks of 4 × 4 (or 2 × 2, where K < 4) of the largest energy, within the same number. `order`
+    is that of the updates within an iteration, with the factor of W's longer side on the right: the
+    first one to be updated starts at zero, the others as the identity.
     """
 
     name = "psm"
@@ -58,7 +62,13 @@ class PSM(Method):
         "sparsity set of a factor (palm4msa and hierarchical)",
         str,
         default="splincol",
-        choices=("splincol", "row", "column", "global"),
+        choices=CONSTRAINTS,
+    )
+    order: str = parameter(
+        "order in which an iteration updates the factors (palm4msa and hierarchical)",
+        str,
+        default=ORDERS[0],
+        choices=ORDERS,
     )
     iterations: int = parameter("most iterations", int, default=100, minimum=1, maximum=100_000)
     tolerance: float = parameter(
@@ -83,7 +93,7 @@ class PSM(Method):
         if self.algorithm == "joint":
             return max(1, min(math.floor(self.K * nominal_rows(shape, self.Q) + 1e-6), math.prod(sides)))
         return sum(
-            _set_size(self.constraint, self.K, rows, cols) for rows, cols in nominal_shapes(shape, self.Q)
+            set_size(self.constraint, int(self.K), rows, cols) for rows, cols in nominal_shapes(shape, self.Q)
         )
 
     @classmethod
@@ -121,7 +131,7 @@ class PSM(Method):
             factors = joint(matrix, nonzeros=self.storage(shape), **common)
         else:
             run = palm4msa if self.algorithm == "palm4msa" else hierarchical
-            factors = run(matrix, K=int(self.K), constraint=self.constraint, **common)
+            factors = run(matrix, K=int(self.K), constraint=self.constraint, order=self.order, **common)
         # A factor without zeros needs no indices.
         stored: list[Factor] = [f if bool((f != 0).all()) else SparseMatrix.from_dense(f) for f in factors]
         return MatrixProduct(self, shape, tuple(stored), note=self._note(stored))
@@ -144,16 +154,3 @@ def nominal_shapes(shape: Shape, Q: int) -> list[tuple[int, int]]:
 def nominal_rows(shape: Shape, Q: int) -> int:
     """Σ max(rows, cols) over the nominal factors: non-zeros for K = 1."""
     return sum(max(sides) for sides in nominal_shapes(shape, Q))
-
-
-def _set_size(constraint: str, K: float, rows: int, cols: int) -> int:
-    """The most non-zeros that a constraint set allows in a factor of this shape."""
-    k = math.floor(K)
-    per_row, per_column = rows * min(k, cols), cols * min(k, rows)
-    allowed = {
-        "splincol": per_row + per_column,
-        "row": per_row,
-        "column": per_column,
-        "global": k * max(rows, cols),
-    }[constraint]
-    return min(allowed, rows * cols)
