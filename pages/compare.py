@@ -5,13 +5,13 @@ from __future__ import annotations
 import pandas as pd
 import streamlit as st
 
-from pages._ui import jobs, memory, quick, resources, text
+from pages._ui import forms, jobs, memory, quick, resources, text
 from pages._ui.shell import go, page
 from psm_core import plots
 from psm_core.experiments.record import METRICS, NETWORK
 from psm_core.experiments.study import sweep_points
 from psm_core.methods import METHODS
-from psm_core.methods.base import shape_text
+from psm_core.methods.base import Shape, shape_text
 
 SIZES = ("parameters", "nbytes", "fraction")
 SWEEP = (0.5, 1, 2, 3, 5, 7, 10, 15, 20, 30, 40, 50, 70)
@@ -59,11 +59,18 @@ def choose_axes(frame: pd.DataFrame) -> tuple[str, str, bool]:
     goals = ["relative_error"]
     if is_network and frame["accuracy"].notna().any():
         goals = ["accuracy", "relative_error"]
+    if frame["output_error"].notna().any():
+        goals.append("output_error")
     with st.container(horizontal=True, vertical_alignment="bottom"):
         y = goals[0]
         if len(goals) > 1:
             y = st.segmented_control(
-                "Quality", goals, default=y, format_func=_label, key="y_choice", required=True
+                "Quality",
+                goals,
+                default=y,
+                format_func=_label,
+                required=True,
+                key=f"y_choice.{'.'.join(goals)}",  # a choice of its own for a network and for a layer
             )
         x = st.segmented_control(
             "Size", SIZES, default=SIZES[0], format_func=_label, key="x_choice", required=True,
@@ -127,6 +134,8 @@ def details(chosen: pd.DataFrame) -> None:
             go("export")
         st.button("Clear selection", on_click=lambda: st.session_state.update(selection=[]))
     measured = ["accuracy", "interval"] if chosen["accuracy"].notna().any() else []
+    if chosen["output_error"].notna().any():
+        measured.append("output_error")
     columns = ["method", "setting", "relative_error", *measured]
     shown, config = text.table(chosen, [*columns, "parameters", "fraction", "nbytes", "seconds"])
     st.dataframe(shown, column_config=config, hide_index=True, placeholder="–")
@@ -151,7 +160,14 @@ def _table_selected() -> None:
 def sweep_form(network: resources.Network) -> None:
     """Methods and budgets to run over layers and the whole network."""
     shapes = network.shapes
-    with st.expander("Run a sweep", icon=":material/tune:"), st.form("sweep"):
+    with st.expander("Run a sweep", icon=":material/tune:"):
+        calibration = forms.fit_to(network)
+        _sweep_form(network, shapes, calibration)
+
+
+def _sweep_form(network: resources.Network, shapes: dict[str, Shape], calibration: str) -> None:
+    """Nothing of a form takes effect before its button; what to fit to is remembered at once."""
+    with st.form("sweep"):
         methods = st.pills(
             "Methods", list(METHODS), selection_mode="multi", default=list(METHODS),
             format_func=plots.title,
@@ -172,7 +188,7 @@ def sweep_form(network: resources.Network) -> None:
                 st.error("Choose at least one method, one budget, and layers or the network.")
                 return
             points, skipped = sweep_points(network.model, methods, [b / 100 for b in budgets], layers, whole)
-            st.session_state["skipped"] = (jobs.submit(network, points), skipped)
+            st.session_state["skipped"] = (jobs.submit(network, points, calibration=calibration), skipped)
             st.rerun()
 
 

@@ -56,12 +56,12 @@ def from_result(network: resources.Network) -> exports.Choice | None:
         on_change=lambda: memory.remember("selected", st.session_state["result_choice"]),
     )
     record = keys[st.session_state["result_choice"]]
-    return exports.Choice(exports.plan_of(record), record.params["budget"])
+    return exports.Choice(exports.plan_of(record), record.params["budget"], record.calibration)
 
 
 def _result_text(record: Record) -> str:
     parts = [
-        f"{plots.title(record.method)}, {record.fraction:.2%} of the parameters",
+        f"{plots.label(vars(record))}, {record.fraction:.2%} of the parameters",
         text.size(record.nbytes),
     ]
     if record.accuracy is not None:
@@ -73,6 +73,7 @@ def from_uniform(network: resources.Network) -> exports.Choice:
     """One method on the whole network at a budget."""
     left, right = st.columns(2)
     method = left.selectbox("Method", list(METHODS), format_func=plots.title, key="uniform_method")
+    calibration = forms.fit_to(network)
     percent = right.select_slider(
         "Budget, % of the network's parameters (↓ smaller)",
         [float(step) for step in forms.STEPS if step < 100],
@@ -81,15 +82,16 @@ def from_uniform(network: resources.Network) -> exports.Choice:
         format_func=lambda value: f"{value:g} %",
     )
     plan = uniform_plan(network.model, method, percent / 100)
-    return exports.Choice(plan.layers, percent / 100)
+    return exports.Choice(plan.layers, percent / 100, calibration)
 
 
 def from_layers(network: resources.Network) -> exports.Choice | None:
     """A stored result for each layer, or the layer left dense."""
     frame = network.study.records()
-    frame = frame[frame["layer"] != NETWORK]
+    calibration = forms.fit_to(network)
+    frame = frame[(frame["layer"] != NETWORK) & (frame["calibration"] == calibration)]
     if frame.empty:
-        st.info("No layer was factorized yet; the Factorize page does that.", icon=":material/inbox:")
+        st.info("No layer was factorized so yet; the Factorize page does that.", icon=":material/inbox:")
         return None
     st.caption("Choose a stored result for each layer; the others stay dense.")
     plan: dict[str, Method] = {}
@@ -102,13 +104,13 @@ def from_layers(network: resources.Network) -> exports.Choice | None:
             name,
             list(rows),
             index=None,
-            key=f"recipe.{name}",
+            key=f"recipe.{name}{'.activations' if calibration else ''}",
             placeholder="stays dense",
             format_func=lambda key, rows=rows: _row_text(rows[key]),
         )
         if key:
             plan[name] = exports.method_of(rows[key])
-    return exports.Choice(plan) if plan else None
+    return exports.Choice(plan, calibration=calibration) if plan else None
 
 
 def _row_text(row: dict[str, Any]) -> str:
@@ -120,7 +122,7 @@ def _row_text(row: dict[str, Any]) -> str:
 
 def show_recipe(network: resources.Network, choice: exports.Choice) -> None:
     """The settings layer by layer, and the totals before and after."""
-    record = network.study.known(choice.plan)
+    record = network.study_of(choice.calibration).known(choice.plan)
     dense = network.dense()
     stored = exports.stored_floats(network, choice.plan) if record is None else record.parameters
     cells = st.columns(3)
@@ -186,13 +188,14 @@ def build(network: resources.Network, choice: exports.Choice) -> None:
     """Compute what is missing, write the checkpoint, verify it, and offer it."""
     folder = exports.folder(network, choice)
     done = exports.read_verified(folder)
-    known = network.study.known(choice.plan)
+    known = network.study_of(choice.calibration).known(choice.plan)
     if done is None:
         label = "Build and verify" if known else "Compute, build and verify"
         if st.button(label, type="primary", icon=":material/verified:", key="build_button"):
             st.session_state["build_wanted"] = folder.name
             if known is None:
-                jobs.submit(network, [Point(NETWORK, plan=choice.plan, budget=choice.budget)], "build")
+                point = Point(NETWORK, plan=choice.plan, budget=choice.budget)
+                jobs.submit(network, [point], "build", choice.calibration)
                 st.rerun()
     status = jobs.panel("build")
     if done is None and known and st.session_state.get("build_wanted") == folder.name:

@@ -95,7 +95,8 @@ def results(network: resources.Network, status: JobStatus) -> None:
     is_new = pd.to_datetime(frame["created"], utc=True) >= began
     frame = frame.assign(answer=is_new.map({True: "computed now", False: "from cache"}))
     st.subheader("Results", anchor=False)
-    columns = ["method", "setting", "relative_error", "parameters", "fraction", "nbytes", "seconds", "answer"]
+    errors = ["relative_error", *(["output_error"] if frame["output_error"].notna().any() else [])]
+    columns = ["method", "setting", *errors, "parameters", "fraction", "nbytes", "seconds", "answer"]
     if frame["layer"].nunique() > 1:
         columns.insert(0, "layer")
     shown, config = text.table(frame.sort_values(["layer", "relative_error"]), columns)
@@ -143,10 +144,13 @@ with page(
             icon=":material/arrow_upward:",
         )
     else:
-        budget, run = st.columns([4, 1], vertical_alignment="bottom")
+        widths = [3, 1.3, 1] if network.calibration else [4, 1]
+        budget, *goal, run = st.columns(widths, vertical_alignment="bottom")
         live = st.container()
         with budget:
             fraction = forms.budget_slider()
+        with goal[0] if goal else budget:
+            calibration = forms.fit_to(network)
         wanted = settings(network, layers, methods, fraction)
         if run.button(
             f"Factorize: {text.count(len(wanted), 'fit')}",
@@ -156,7 +160,8 @@ with page(
             key="run",
             width="stretch",
         ):
-            jobs.submit(network, [Point(layer, method=method) for layer, method in wanted], "fit")
+            points = [Point(layer, method=method) for layer, method in wanted]
+            jobs.submit(network, points, "fit", calibration)
             st.rerun()
         with live:
             status = jobs.panel("fit")

@@ -64,6 +64,15 @@ def title(method: str) -> str:
     return _TITLES.get(method, method)
 
 
+def label(row: Mapping[Any, Any]) -> str:
+    """The method of a record, and that it was fitted to activations if it was.
+
+    >>> label({"method": "svd", "calibration": "demo:train"})
+    'SVD · activations'
+    """
+    return title(row["method"]) + (" · activations" if row["calibration"] else "")
+
+
 def _spare(method: str) -> int:
     return hashlib.sha256(method.encode()).digest()[0] % len(_SPARE_COLOURS)
 
@@ -131,19 +140,21 @@ def trade_off(
     )  # fmt: skip
     if y == "accuracy":
         _add_dense_line(figure, frame[frame["method"] == "dense"])
-    for method in _in_order(frame["method"].unique()):
-        group = frame[(frame["method"] == method) & frame[y].notna()].sort_values(x)
+    kinds = [(method, fitted) for method in _in_order(frame["method"].unique()) for fitted in (False, True)]
+    for method, fitted in kinds:  # to the weights, or to activations
+        chosen = (frame["method"] == method) & ((frame["calibration"] != "") == fitted)
+        group = frame[chosen & frame[y].notna()].sort_values(x)
         if group.empty:
             continue
         figure.add_scatter(
             x=group[x],
             y=group[y],
             mode="markers" if method in ("dense", "recipe") else "lines+markers",
-            name=title(method),
-            line={"color": colour(method), "width": 1},
+            name=label(group.iloc[0]),
+            line={"color": colour(method), "width": 1, "dash": "dash" if fitted else "solid"},
             marker={
-                "color": colour(method), "symbol": symbol(method), "size": 10,
-                "line": {"width": 1, "color": "white"},
+                "color": colour(method), "symbol": symbol(method) + "-open" * fitted, "size": 10,
+                "line": {"width": 2 if fitted else 1, "color": colour(method) if fitted else "white"},
             },
             error_y=_interval(group) if y == "accuracy" else None,
             customdata=group["key"],
@@ -186,10 +197,14 @@ def _interval(group: pd.DataFrame) -> dict[str, Any]:
 
 def _hover(row: Mapping[Any, Any]) -> str:
     """All that is known of a record, in lines."""
-    lines = [f"<b>{title(row['method'])}</b> {setting_text(row)}"]
+    lines = [f"<b>{label(row)}</b> {setting_text(row)}"]
     lines.append(f"{row['parameters']:,} of {row['dense_parameters']:,} parameters")
     lines.append(f"budget {row['fraction']:.2%}, {row['nbytes']:,} of {row['dense_nbytes']:,} bytes")
     lines.append(f"relative error {row['relative_error']:.4f}")
+    if pd.notna(row["output_error"]):
+        lines.append(f"output error {row['output_error']:.4f} on {row['data']}")
+    if row["calibration"]:
+        lines.append(f"fitted to what its layers receive from {row['calibration']}")
     if pd.notna(row["accuracy"]):
         lines.append(
             f"accuracy {row['accuracy']:.2%} (95 % interval {row['low']:.2%} to "

@@ -23,10 +23,11 @@ PROOF = "verified.json"
 
 @dataclass(frozen=True)
 class Choice:
-    """A recipe, and the budget asked for, if any."""
+    """A recipe, the budget asked for, if any, and the data its layers are fitted to, if any."""
 
     plan: dict[str, Method]
     budget: float | None = None
+    calibration: str = ""
 
 
 def network_records(network: resources.Network) -> list[Record]:
@@ -55,15 +56,17 @@ def stored_floats(network: resources.Network, plan: Mapping[str, Method]) -> int
 
 
 def file_stem(network: resources.Network, choice: Choice) -> str:
-    """A file name that says network, method and budget: `fashion-cnn-svd-10pct`."""
+    """A file name that says network, method and budget: `fashion-cnn-svd-10pct-activations`."""
     budget = "" if choice.budget is None else f"-{100 * choice.budget:.4g}pct"
-    return f"{network.short_name}-{plan_method(choice.plan)}{budget}"
+    goal = "-activations" if choice.calibration else ""
+    return f"{network.short_name}-{plan_method(choice.plan)}{budget}{goal}"
 
 
 def folder(network: resources.Network, choice: Choice) -> Path:
     """Where an export is written; the same recipe of the same network has the same place."""
     recipe = {name: method.to_json() for name, method in sorted(choice.plan.items())}
-    text = json.dumps([network.study.hash, recipe], sort_keys=True)
+    origin = [network.study.hash, recipe, *([choice.calibration] if choice.calibration else [])]
+    text = json.dumps(origin, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return resources.cache_root() / "exports" / f"{file_stem(network, choice)}-{digest}"
 
@@ -74,7 +77,7 @@ def build(network: resources.Network, choice: Choice, target: Path) -> dict[str,
     Raises:
         CheckpointError: it cannot be written, or does not reload to the same outputs.
     """
-    result = save_verified(network.study.compressed(choice.plan), target)
+    result = save_verified(network.study_of(choice.calibration).compressed(choice.plan), target)
     write_recipe(target / "recipe.json", choice.plan, network.source)
     file = target / FILE_NAME
     proof = {**asdict(result), "sha256": _sha256(file), "mtime_ns": file.stat().st_mtime_ns}

@@ -13,7 +13,7 @@ from typing import Any
 
 import streamlit as st
 
-from pages._ui import memory, text
+from pages._ui import memory, resources, text
 from psm_core.errors import BudgetError, ParameterError
 from psm_core.methods import METHODS, method_from_json
 from psm_core.methods.base import Method, Parameter, Shape
@@ -23,6 +23,7 @@ STEPS = (
 )  # fmt: skip
 SMALLEST_PERCENT = 1e-4
 FEW_VALUES = 16
+FIT_TO = ("weights", "activations")
 
 
 def budget_slider(default: float = 10.0) -> float:
@@ -43,6 +44,27 @@ def budget_slider(default: float = 10.0) -> float:
 def _budget_moved() -> None:
     memory.remember("budget", f"{st.session_state['budget_choice']:g}")
     st.session_state.pop("lead", None)
+
+
+def fit_to(network: resources.Network) -> str:
+    """What fits are to be fitted to: the name of the calibration data, or "" for the weights.
+
+    Without data there is no choice, and nothing is shown.
+    """
+    if not (source := network.calibration):
+        return ""
+    memory.project("fit_to_choice", memory.recall_choice("fit_to", FIT_TO, "weights"))
+    st.segmented_control(
+        "Fit to",
+        FIT_TO,
+        key="fit_to_choice",
+        format_func=str.capitalize,
+        required=True,
+        on_change=lambda: memory.remember("fit_to", st.session_state["fit_to_choice"]),
+        help="Weights: the closest weights. Activations: the closest outputs of the layer on what it "
+        f"receives from `{source}`; first used, a layer's statistics take some seconds.",
+    )
+    return source if st.session_state["fit_to_choice"] == "activations" else ""
 
 
 def setting(name: str, shape: Shape, fraction: float) -> Method:

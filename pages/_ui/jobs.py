@@ -19,14 +19,18 @@ from psm_core.experiments.study import Point
 POLL_SECONDS = 0.7
 
 
-def submit(network: resources.Network, points: Sequence[Point], slot: str = "job") -> str:
+def submit(
+    network: resources.Network, points: Sequence[Point], slot: str = "job", calibration: str = ""
+) -> str:
     """Queue points and return the job's id; quick methods come first, so that results appear at once.
+
+    `calibration` names the data that layers are fitted to, "" for the weights alone.
 
     Raises:
         StoreError: the job cannot be queued.
     """
     ordered = sorted(points, key=_iterations)
-    job_id = resources.runner().submit(network.source, ordered)
+    job_id = resources.runner().submit(network.source, ordered, calibration=calibration)
     memory.remember(slot, job_id)
     return job_id
 

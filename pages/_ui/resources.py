@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import streamlit as st
@@ -13,6 +13,7 @@ from torch import nn
 
 from psm_core.checkpoint import load_model
 from psm_core.device import choose_device
+from psm_core.experiments.calibrations import calibration_source
 from psm_core.experiments.jobs import JobRunner
 from psm_core.experiments.record import NETWORK, Record
 from psm_core.experiments.store import ResultStore
@@ -31,6 +32,21 @@ class Network:
     source: str
     study: Study
     rows: tuple[LayerRow, ...]
+    fitted: dict[str, Study] = field(default_factory=dict)
+    """The same study with fits to other data, by its name."""
+
+    def study_of(self, calibration: str) -> Study:
+        """The study whose fits are to this data, or ("") to the weights alone."""
+        if not calibration:
+            return self.study
+        if calibration not in self.fitted:
+            self.fitted[calibration] = self.study.fitted_to(calibration)
+        return self.fitted[calibration]
+
+    @property
+    def calibration(self) -> str:
+        """The data that its layers can be fitted to, "" where none is known."""
+        return calibration_source(self.model)
 
     @property
     def model(self) -> nn.Module:

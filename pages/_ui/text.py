@@ -81,6 +81,8 @@ def table(frame: pd.DataFrame, columns: list[str]) -> tuple[pd.DataFrame, dict[s
         else:
             shown[name] = _WORDS[name](frame)
             label, help, width = _LABELS[name]
+            if name == "method" and (frame["calibration"] != "").any():
+                width = 150
             config[name] = st.column_config.TextColumn(label, help=help, width=width)
     return shown, config
 
@@ -89,8 +91,10 @@ def _arrow(name: str) -> str:
     return "↓" if METRICS[name].better == "lower" else "↑"
 
 
-_FORMATS = {"parameters": "localized", "nbytes": "localized", "relative_error": "%.4f"}
-_WIDTHS = {"relative_error": 112, "accuracy": 100, "seconds": 80}
+_FORMATS = {
+    "parameters": "localized", "nbytes": "localized", "relative_error": "%.4f", "output_error": "%.4f",
+}  # fmt: skip
+_WIDTHS = {"relative_error": 112, "output_error": 105, "accuracy": 100, "seconds": 80}
 _LABELS = {
     "layer": ("Layer", None, None),
     "method": ("Method", None, 95),
@@ -100,7 +104,7 @@ _LABELS = {
 }
 _WORDS = {
     "layer": lambda frame: frame["layer"].replace("*", "whole network"),
-    "method": lambda frame: frame["method"].map(plots.title),
+    "method": lambda frame: [plots.label(row) for row in frame.to_dict("records")],
     "setting": lambda frame: [plots.setting_text(row) for row in frame.to_dict("records")],
     "interval": lambda frame: [
         "" if pd.isna(row.accuracy) else f"{row.low:.1%} – {row.high:.1%}, n = {row.samples:,.0f}"
