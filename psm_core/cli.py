@@ -21,7 +21,7 @@ from psm_core.checkpoint import FILE_NAME, load_model, save_verified, verify_che
 from psm_core.device import choose_device
 from psm_core.errors import ParameterError, PsmError
 from psm_core.experiments.evaluation import evaluate
-from psm_core.experiments.plan import read_recipe, uniform_plan, write_recipe
+from psm_core.experiments.plan import read_recipe, recipe_calibration, uniform_plan, write_recipe
 from psm_core.experiments.record import COLUMNS, Record, size_change, to_row
 from psm_core.experiments.store import ResultStore
 from psm_core.experiments.study import Study, sweep_points
@@ -228,19 +228,21 @@ def _compress(options: argparse.Namespace) -> None:
     if not nearest.is_dir():
         raise ParameterError(f"--out {out}: '{nearest}' is a file; expected a folder")
     model = _model(options)
-    study = Study(model, ResultStore(options.cache), options.data, options.device, options.calibration)
+    calibration = options.calibration
     if options.recipe:
         if options.fraction is not None:
             raise ParameterError("--fraction goes with --method; a recipe has its own budgets")
         plan = read_recipe(options.recipe)
+        calibration = calibration or recipe_calibration(options.recipe)
     else:
         if options.fraction is None:
             raise ParameterError("--method needs --fraction, such as --fraction 0.1")
         plan = uniform_plan(model, options.method, options.fraction).layers
+    study = Study(model, ResultStore(options.cache), options.data, options.device, calibration)
     record = study.network(plan, options.fraction, lambda name, step: _step_line(name)(step))
     _clear_line()
     result = save_verified(study.compressed(plan), out)
-    write_recipe(out / "recipe.json", plan, card_of(model).source)
+    write_recipe(out / "recipe.json", plan, card_of(model).source, calibration)
     if options.json:
         document = record.to_json() | {"path": str(out), "file_nbytes": result.nbytes}
         print(json.dumps(document | {"difference": result.difference}, indent=2))

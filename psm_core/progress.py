@@ -12,7 +12,10 @@ class JobCancelled(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """One iteration of a fit: `iteration` of `total`, and ‖W − Ŵ‖_F / ‖W‖_F after it."""
+    """One iteration of a fit: `iteration` of `total`, and ‖W − Ŵ‖_F / ‖W‖_F after it.
+
+    In the metric of its inputs, ‖(W − Ŵ)M^½‖_F / ‖WM^½‖_F, where the fit has a calibration.
+    """
 
     iteration: int
     total: int

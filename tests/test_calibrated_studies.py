@@ -16,9 +16,11 @@ from torch import nn
 import psm_core as psm
 from psm_core import calibrate
 from psm_core.cli import main
+from psm_core.errors import ParameterError
 from psm_core.experiments.calibrations import Calibrations, calibration_source
 from psm_core.experiments.jobs import JobFolder, JobRequest, JobStatus
 from psm_core.experiments.keys import fit_key
+from psm_core.experiments.plan import read_recipe, recipe_calibration, write_recipe
 from psm_core.experiments.record import COLUMNS, NETWORK
 from psm_core.experiments.study import Point
 from psm_core.experiments.worker import run_job
@@ -132,6 +134,17 @@ class TestStudies:
         assert calibration_source(psm.load_model(f"{networks_module}:mlp")) == ""
 
 
+def test_recipes_name_their_calibration(tmp_path: Path) -> None:
+    path, plan = tmp_path / "r.json", {"fc": psm.SVD(rank=2)}
+    for calibration in ("", "demo:train"):
+        write_recipe(path, plan, "small:net", calibration)
+        assert read_recipe(path) == plan
+        assert recipe_calibration(path) == calibration
+    path.write_text(path.read_text().replace('"demo:train"', "7"))
+    with pytest.raises(ParameterError, match="has calibration 7"):
+        recipe_calibration(path)
+
+
 def test_a_store_of_the_first_schema_is_brought_up_to_date(store: psm.ResultStore) -> None:
     study = psm.Study(nn.Sequential(nn.Linear(6, 5)), store)
     record, _ = study.fit("0", psm.SVD(rank=1))
@@ -186,6 +199,8 @@ def test_a_checkpoint_of_a_fit_to_activations(
     assert main([*command, "--json", *options]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["calibration"] == data
+    recipe = str(tmp_path / "small" / "recipe.json")
+    assert recipe_calibration(recipe) == data
     model = psm.load_model(source)
     found = calibrate(model, data, record["params"]["plan"])
     plan = {name: psm.method_from_json(method) for name, method in record["params"]["plan"].items()}
@@ -193,6 +208,9 @@ def test_a_checkpoint_of_a_fit_to_activations(
     x = torch.from_numpy(np.load(data_file)["x"])
     with torch.no_grad():
         assert torch.allclose(psm.load_checkpoint(tmp_path / "small")(x), expected(x), atol=1e-5)
+    again = ("compress", source, "--recipe", recipe, "--out", str(tmp_path / "again"), *options[2:])
+    assert main([*again, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["key"] == record["key"]
 
 
 def test_a_job_fits_to_activations(store: psm.ResultStore, networks_module: str, data_file: Path) -> None:

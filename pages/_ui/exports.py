@@ -78,7 +78,7 @@ def build(network: resources.Network, choice: Choice, target: Path) -> dict[str,
         CheckpointError: it cannot be written, or does not reload to the same outputs.
     """
     result = save_verified(network.study_of(choice.calibration).compressed(choice.plan), target)
-    write_recipe(target / "recipe.json", choice.plan, network.source)
+    write_recipe(target / "recipe.json", choice.plan, network.source, choice.calibration)
     file = target / FILE_NAME
     proof = {**asdict(result), "sha256": _sha256(file), "mtime_ns": file.stat().st_mtime_ns}
     write_atomically(target / PROOF, json.dumps(proof).encode())

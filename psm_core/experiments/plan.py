@@ -113,11 +113,15 @@ def _stored(settings: Mapping[str, Method], shapes: Mapping[str, Shape]) -> int:
     return sum(setting.storage(shapes[name]) for name, setting in settings.items())
 
 
-def write_recipe(path: str | Path, layers: Mapping[str, Method], model: str) -> None:
-    """Write a recipe: a small JSON file of methods by layer, to edit, share and rerun."""
+def write_recipe(path: str | Path, layers: Mapping[str, Method], model: str, calibration: str = "") -> None:
+    """Write a recipe: a small JSON file of methods by layer, to edit, share and rerun.
+
+    `calibration` names the data they are fitted to, "" for the weights alone.
+    """
     document = {
         "recipe": RECIPE_SCHEMA,
         "model": model,
+        **({"calibration": calibration} if calibration else {}),
         "layers": {name: {"method": m.name, "params": m.params} for name, m in layers.items()},
     }
     write_atomically(Path(path), (json.dumps(document, indent=2) + "\n").encode())
@@ -129,6 +133,29 @@ def read_recipe(path: str | Path) -> dict[str, Method]:
     Raises:
         ParameterError: the file is missing, is no recipe, or a setting is wrong; names the layer.
     """
+    methods = {}
+    for name, setting in _recipe(path)["layers"].items():
+        try:
+            methods[name] = method_from_json(setting)
+        except PsmError as error:
+            raise ParameterError(f"recipe '{path}', layer '{name}': {error}") from None
+    return methods
+
+
+def recipe_calibration(path: str | Path) -> str:
+    """The data that a recipe file has its methods fitted to, "" for the weights alone.
+
+    Raises:
+        ParameterError: the file is missing or is no recipe.
+    """
+    calibration = _recipe(path).get("calibration", "")
+    if not isinstance(calibration, str):
+        raise ParameterError(f"recipe '{path}' has calibration {calibration!r}; expected the name of data")
+    return calibration
+
+
+def _recipe(path: str | Path) -> dict[str, Any]:
+    """The JSON of a recipe file, with its layers."""
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -145,10 +172,4 @@ def read_recipe(path: str | Path) -> dict[str, Method]:
         )
     if document.get("recipe", RECIPE_SCHEMA) != RECIPE_SCHEMA:
         raise ParameterError(f"recipe '{path}' has schema {document['recipe']}, not {RECIPE_SCHEMA}")
-    methods = {}
-    for name, setting in layers.items():
-        try:
-            methods[name] = method_from_json(setting)
-        except PsmError as error:
-            raise ParameterError(f"recipe '{path}', layer '{name}': {error}") from None
-    return methods
+    return {**document, "layers": layers}
