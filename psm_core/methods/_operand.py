@@ -19,7 +19,7 @@ _COMPRESSED_WORK, _DENSE_WORK = 1 << 28, 1 << 32  # multiplications between two 
 class Operand:
     """A matrix S (rows × cols) for products S·X and Sᵀ·X, X dense.
 
-    On a CPU, if sparse enough, it holds its non-zeros by rows, and a product adds up rows of X; else it
+    On a CPU, if sparse enough and of fewer than 2³¹ entries, it holds its non-zeros by rows, and a product adds up rows of X; else it
     is dense. A long product is done in blocks of columns of X, with a ``pulse`` after each.
     """
 
@@ -41,13 +41,12 @@ class Operand:
         rows, cols = matrix.shape
         if matrix.is_cpu:
             mask = (matrix != 0 if keep is None else keep).numpy()
-            if np.count_nonzero(mask) < _SPARSE * mask.size:
+            if np.count_nonzero(mask) < _SPARSE * mask.size < 2**31 * _SPARSE:
                 flat = np.flatnonzero(mask)
                 starts = np.searchsorted(flat, np.arange(rows + 1) * cols)
                 columns = flat - np.repeat(np.arange(rows) * cols, np.diff(starts))
-                places = torch.from_numpy(flat)
-                support = (places, torch.from_numpy(columns).int(), torch.from_numpy(starts).int())
-                return cls((rows, cols), matrix.reshape(-1)[places], pulse, *support)
+                places, *layout = (torch.from_numpy(index).int() for index in (flat, columns, starts))
+                return cls((rows, cols), matrix.reshape(-1)[places], pulse, places, *layout)
         return cls((rows, cols), matrix if keep is None else matrix * keep, pulse)
 
     def with_values(self, values: Tensor) -> Operand:
@@ -63,6 +62,12 @@ class Operand:
             return matrix.add_(self.values)
         matrix.view(-1).index_add_(0, self.places, self.values)
         return matrix
+
+    def inner(self, matrix: Tensor) -> Tensor:
+        """⟨S, ``matrix``⟩."""
+        if self.places is None or self.columns is None:
+            return (self.values * matrix).sum()
+        return (self.values * matrix[self.places // self.shape[1], self.columns]).sum()
 
     @cached_property
     def transposed(self) -> Operand:

@@ -28,6 +28,7 @@ Stage = tuple[list[Operand], Tensor]  # factors of unit norm, λ
 
 ORDERS = ("right-to-left", "left-to-right")
 _MARGIN = 1.001  # c exceeds the Lipschitz constant by this factor
+_AT_ONCE = 1 << 20  # entries of a gradient computed at a time on a CPU
 _FIRST_STEPS, _STEPS = 30, 4  # power iterations: in the first sweep, and from the vectors of the last one
 
 
@@ -132,8 +133,8 @@ def _normalized(
             sides = (C, None) if tall else (None, C)
             operands, lam = _Sweeps(unit, operands, lam, [fit.K] * Q, fit, *sides).run(is_begun=True)
         share = lam.abs().pow(1 / Q) * scale.pow(1 / Q)  # λ·scale itself could overflow
-        factors = [operand.dense() * share for operand in operands]
-        factors[0] = factors[0] * lam.sign()
+        shares = [share * lam.sign()] + [share] * (Q - 1)
+        factors = [f.with_values(f.values * size).dense() for f, size in zip(operands, shares, strict=True)]
     fit.trace.flush()
     return [factor.mT.contiguous() for factor in reversed(factors)] if tall else factors
 
@@ -254,13 +255,13 @@ class _Sweeps:
     def _scale(self, G: Tensor, H: Tensor) -> tuple[Tensor, Tensor]:
         """The best λ and the relative error with it, from G and H of the first factor."""
         if len(self.factors) > 1:
-            first, image = self.factors[0].dense(), self.factors[0].times(G)
+            first, image = self.factors[0], self.factors[0].times(G)
         else:
-            first, image = torch.eye(len(G), dtype=G.dtype, device=G.device), G
+            first, image = self.fit.operand(torch.eye(len(G), dtype=G.dtype, device=G.device)), G
         if self.B is not None:
             image = self.B.times(image)
-        inner = (H * first).sum()
-        lam = inner / (image * first).sum().clamp_min(self.tiny)
+        inner = first.inner(H)
+        lam = inner / first.inner(image).clamp_min(self.tiny)
         return lam, (1 - lam * inner / self.energy).clamp_min(0).sqrt()
 
     def _update_wide(self) -> None:
@@ -274,21 +275,29 @@ class _Sweeps:
         self._step(q, slope, self.lam * self._gain_of_left(q) * gain_of_right)
 
     def _slope(self, q: int, inner: Tensor, target: Tensor) -> Tensor:
-        """Lᵀ(B·L·inner − target), L the product of the factors left of q; overwrites ``inner``."""
-        for factor in reversed(self.factors[:q]):
-            inner = factor.times(inner)
-        if self.B is not None:
-            inner = self.B.times(inner)
-        inner.sub_(target)
-        for factor in self.factors[:q]:
-            inner = factor.transposed.times(inner)
+        """Lᵀ(B·L·inner − target), L the product of the factors left of q; overwrites ``inner``.
+
+        By columns, so that no second matrix of this size is needed.
+        """
+        step = max(_AT_ONCE // len(inner), 16) if inner.is_cpu else inner.shape[1]
+        for part, wanted in zip(inner.split(step, 1), target.split(step, 1), strict=True):
+            image = part
+            for factor in reversed(self.factors[:q]):
+                image = factor.times(image)
+            if self.B is not None:
+                image = self.B.times(image)
+            image = image.sub_(wanted)
+            for factor in self.factors[:q]:
+                image = factor.transposed.times(image)
+            if image is not part:
+                part.copy_(image)
         return inner
 
     def _gain_of_left(self, q: int) -> Tensor:
         """‖LᵀBL‖₂."""
         if q == 0 and self.B is None:
             return torch.ones_like(self.lam)
-        zero = torch.zeros_like(self.lam)
+        zero = torch.zeros_like(self.probes[1, q])
         return self._gain(lambda x: self._slope(q, x, zero), self.probes[1, q])
 
     def _gain(self, times: Callable[[Tensor], Tensor], probe: Tensor) -> Tensor:

@@ -45,13 +45,12 @@ def support(matrix: Tensor, K: int, constraint: str) -> Tensor:
     count = min(K * max(matrix.shape), matrix.numel())
     if constraint == "block":
         return _largest_blocks(matrix, K, count)
-    size = matrix.abs()
     if constraint == "global":
-        return _largest(size.reshape(1, -1), count).view_as(matrix)
+        return _largest(matrix.reshape(1, -1), count).view_as(matrix)
     if constraint == "column":
-        return _largest(size.mT, K).mT
-    keep = _largest(size, K)
-    return keep.logical_or_(_largest(size.mT, K).mT) if constraint == "splincol" else keep
+        return _largest(matrix.mT, K).mT
+    keep = _largest(matrix, K)
+    return keep.logical_or_(_largest(matrix.mT, K).mT) if constraint == "splincol" else keep
 
 
 def block_side(K: int, rows: int, cols: int) -> int:
@@ -74,21 +73,21 @@ def _largest_blocks(matrix: Tensor, K: int, count: int) -> Tensor:
     return keep.repeat_interleave(b, 0).repeat_interleave(b, 1)[:rows, :cols]
 
 
-def _largest(size: Tensor, K: int) -> Tensor:
-    """The K largest of each row of a matrix without negative entries."""
-    rows, cols = size.shape
+def _largest(matrix: Tensor, K: int) -> Tensor:
+    """The K largest magnitudes of each row."""
+    rows, cols = matrix.shape
     if cols <= K:
-        return torch.ones_like(size, dtype=torch.bool)
-    if not size.is_cpu:
-        return _first_largest(size, K)
+        return torch.ones_like(matrix, dtype=torch.bool)
+    if not matrix.is_cpu:
+        return _first_largest(matrix.abs(), K)
     keep = torch.empty(rows, cols, dtype=torch.bool)
     # Ordered like the numbers themselves, and ranked faster.
-    bits = torch.int64 if size.dtype == torch.float64 else torch.int32
+    bits = torch.int64 if matrix.dtype == torch.float64 else torch.int32
     step = max(_AT_ONCE // cols, 1)
     for start in range(0, rows, step):
-        part = size[start : start + step].contiguous()
+        part = matrix[start : start + step].contiguous().abs()
         ranked = np.partition(part.view(bits).numpy(), cols - K, axis=1)
-        least = torch.from_numpy(ranked[:, cols - K, None]).view(size.dtype)
+        least = torch.from_numpy(ranked[:, cols - K, None]).view(matrix.dtype)
         chosen = torch.ge(part, least, out=keep[start : start + step])
         if np.count_nonzero(chosen.numpy()) > K * len(part):  # ties
             crowded = chosen.sum(1) > K
