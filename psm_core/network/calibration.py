@@ -84,10 +84,12 @@ class Calibration:
         samples than inputs, leave C singular, and weights that no sample tests would be free to take
         any value. The identity where all inputs were zero.
         """
-        identity = torch.eye(self.size, dtype=torch.float64)
         mean = self.second_moment.diagonal().mean()
-        moment = (self.second_moment / mean + DAMPING * identity) / (1 + DAMPING) if mean > 0 else identity
-        return Calibration(moment, self.samples)
+        if mean == 0:
+            return Calibration(torch.eye(self.size, dtype=torch.float64), self.samples)
+        moment = self.second_moment / mean
+        moment.diagonal().add_(DAMPING)
+        return Calibration(moment.div_(1 + DAMPING), self.samples)
 
     def norm(self, matrix: Tensor) -> float:
         """‖A C^½‖_F = tr(A C Aᵀ)^½ of A (out, n): the root mean square of the outputs Ax, in float64."""
@@ -216,12 +218,13 @@ class _Moment:
                 yield torch.stack(seen, dim=1).reshape(self.size, -1)
 
     def calibration(self) -> Calibration:
-        """What was summed, as a mean."""
+        """What was summed, as a mean; it ends here."""
         assert self.sum is not None
-        lower = self.sum.cpu().tril() / self.samples
-        if not bool(lower.isfinite().all()):
+        mean = self.sum.cpu().tril_().div_(self.samples)
+        if not bool(mean.isfinite().all()):
             raise self.unsound("values that are too large to be squared")
-        return Calibration(lower + lower.tril(-1).mT, self.samples)
+        mean += mean.tril(-1).mT
+        return Calibration(mean, self.samples)
 
     def unsound(self, values: str) -> CalibrationError:
         """The error for inputs without a second moment."""
