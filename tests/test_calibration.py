@@ -261,6 +261,7 @@ class TestFits:
         rebuilt = f.reconstruct()
         assert torch.equal(rebuilt[rebuilt != 0], weight[rebuilt != 0])
         moment = torch.diag(scales**2) / (scales**2).mean() + module.DAMPING * torch.eye(20)
+        # without correlations the effect of each is all there is
         scores = (weight.abs() * moment.diagonal().sqrt()).flatten()
         assert set((rebuilt != 0).flatten().nonzero()[:, 0].tolist()) == set(scores.topk(40).indices.tolist())
 

@@ -20,6 +20,8 @@ from psm_core.methods.base import (
 from psm_core.progress import Report
 from psm_core.sparse import SparseMatrix
 
+_EXPONENTS = (0.25, 0.5, 0.75, 1.0)
+
 
 @dataclass(frozen=True)
 class Prune(Method):
@@ -28,9 +30,9 @@ class Prune(Method):
     The best approximation with that many non-zeros. `fraction` is the share of weights kept (at
     least one). Indices come on top of the stored floats in bytes.
 
-    In the metric M of a calibration, those with the largest |w_ij|·√M_jj, the effect of each on the
-    outputs (Sun et al., Wanda, ICLR 2024), unless the largest by magnitude do better: removed weights
-    of correlated inputs can add up.
+    In the metric M of a calibration, those with the largest |w_ij|·M_jj^(α/2). α = 1 is the effect of
+    each on the outputs (Wanda, Sun et al., ICLR 2024), but what removed weights of correlated inputs do
+    can add up: of five α from 0, the magnitude, to 1 the one with the lowest error is taken.
     """
 
     name = "prune"
@@ -56,12 +58,12 @@ class Prune(Method):
     def _factorize(self, weight: Tensor, report: Report, metric: Tensor | None) -> Factorization:
         shape = tuple(weight.shape)
         matrix = weight.reshape(matrix_shape(shape))
-        pruned = self._largest(matrix, matrix.abs())
+        best = self._largest(matrix, matrix.abs())
         if metric is not None:
-            by_effect = self._largest(matrix, matrix.abs() * metric.diagonal().sqrt())
-            losses = [(((matrix - kept) @ metric) * (matrix - kept)).sum() for kept in (by_effect, pruned)]
-            pruned = by_effect if bool(losses[0] <= losses[1]) else pruned
-        return MatrixProduct(self, shape, (SparseMatrix.from_dense(pruned),))
+            scores = (matrix.abs() * metric.diagonal() ** (alpha / 2) for alpha in _EXPONENTS)
+            choices = [best, *(self._largest(matrix, score) for score in scores)]
+            best = min(choices, key=lambda kept: float((((matrix - kept) @ metric) * (matrix - kept)).sum()))
+        return MatrixProduct(self, shape, (SparseMatrix.from_dense(best),))
 
     def _largest(self, matrix: Tensor, scores: Tensor) -> Tensor:
         """The matrix with all entries zero but those of the largest scores."""
