@@ -187,8 +187,8 @@ def _fit(options: argparse.Namespace) -> None:
     print(f"{record.layer}: {method}")
     print(f"  relative error  {record.relative_error:.4f}")
     if record.output_error is not None:
-        print(f"  output error    {record.output_error:.4f} on {record.data}, "
-              f"fitted to {record.calibration}")  # fmt: skip
+        print(f"  output error    {record.output_error:.4f} on {record.data}"
+              + f", fitted to {record.calibration}" * bool(record.calibration))  # fmt: skip
     print(f"  parameters      {record.parameters:,} of {record.dense_parameters:,} "
           f"({record.fraction:.2%})")  # fmt: skip
     print(f"  bytes           {record.nbytes:,} of {record.dense_nbytes:,}")

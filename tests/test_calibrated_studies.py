@@ -7,6 +7,7 @@ import json
 import os
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -82,6 +83,11 @@ class TestStudies:
         assert (frame["calibration"] != "").sum() == 3
         layers = frame[frame["layer"] != NETWORK]
         assert (layers["output_error"].notna() == (layers["calibration"] != "")).all()
+        known, factorization = plain.fit("1", plan["1"])  # measured, now that the statistics are kept
+        expected = calibrate(model, str(data_file), ["1"])["1"]
+        assert known.cached
+        assert known.output_error == pytest.approx(factorization.output_error(model[1].weight, expected))
+        assert plain.fit("1", plan["1"])[0] == known
         small = fitted.compressed(plan)
         assert psm.evaluate(small, str(data_file)).accuracy == records[1].accuracy
         assert fitted.network({}).key == plain.network({}).key
@@ -191,7 +197,11 @@ def test_the_command_line_fits_to_activations(
 
 
 def test_a_checkpoint_of_a_fit_to_activations(
-    tmp_path: Path, networks_module: str, data_file: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    networks_module: str,
+    data_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source, data = f"{networks_module}:mlp", str(data_file)
     options = ("--calibration", data, "--data", data, "--cache", str(tmp_path / "cache"))
@@ -208,6 +218,9 @@ def test_a_checkpoint_of_a_fit_to_activations(
     x = torch.from_numpy(np.load(data_file)["x"])
     with torch.no_grad():
         assert torch.allclose(psm.load_checkpoint(tmp_path / "small")(x), expected(x), atol=1e-5)
+    (tmp_path / "again").mkdir()
+    verified = SimpleNamespace(nbytes=0, difference=None, inputs="")
+    monkeypatch.setattr("psm_core.cli.save_verified", lambda *args: verified)
     again = ("compress", source, "--recipe", recipe, "--out", str(tmp_path / "again"), *options[2:])
     assert main([*again, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["key"] == record["key"]

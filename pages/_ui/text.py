@@ -82,7 +82,7 @@ def table(frame: pd.DataFrame, columns: list[str]) -> tuple[pd.DataFrame, dict[s
             shown[name] = _WORDS[name](frame)
             label, help, width = _LABELS[name]
             if name == "method" and (frame["calibration"] != "").any():
-                width = 150
+                width = 175
             config[name] = st.column_config.TextColumn(label, help=help, width=width)
     return shown, config
 

@@ -36,8 +36,8 @@ METRICS = {
         "Output error",
         ".4f",
         "lower",
-        "‖(W − Ŵ)X‖ / ‖WX‖ over the inputs X of the layer on the data the network is evaluated on; for "
-        "fits to activations.",
+        "‖(W − Ŵ)X‖ / ‖WX‖ over the inputs X that the layer receives from the data the network is "
+        "evaluated on. Known once something was fitted to activations there.",
     ),
     "accuracy": Metric("Accuracy", ".2%", "higher", "Share of labelled inputs classified correctly (top-1)."),
     "seconds": Metric("Seconds", ".2f", "lower", "Time the fit took on the named device."),

@@ -25,7 +25,7 @@ from psm_core.factorization import Factorization
 from psm_core.methods import at_budget
 from psm_core.methods.base import Method
 from psm_core.network.compress import compress, stored_parameters
-from psm_core.network.data import load_data
+from psm_core.network.data import Dataset, load_data
 from psm_core.network.layers import compressible_layers, get_layer
 from psm_core.network.models import card_of, model_hash, set_card
 from psm_core.progress import OnLayerStep, OnStep, of_layer
@@ -69,7 +69,8 @@ class Study:
 
     With `calibration`, the name of a data source, the fits minimize the output error on the inputs that
     the layers receive from it, instead of the error of the weights. Their records carry its name, and
-    the output error on the inputs from the study's own data: held out where that is other data.
+    the output error on the inputs from the study's own data: held out where that is other data. So do
+    those of fits to the weights, once the statistics of that data are kept.
 
     The model must not change while it is studied.
     """
@@ -103,14 +104,11 @@ class Study:
 
     def _calibrate(self, calibration: str) -> None:
         self.calibration = calibration
-        self._seen = self._held_out = None
-        if calibration:
-            seen = load_data(calibration)
-            tested = seen if self.data is None or self.data.fingerprint == seen.fingerprint else self.data
-            common = (self.store.root, self.model, self.hash)
-            self._seen = self._held_out = Calibrations(*common, seen, self.device)
-            if tested is not seen:
-                self._held_out = Calibrations(*common, tested, self.device)
+        self._seen = self._statistics(load_data(calibration)) if calibration else None
+        self._held_out = self._seen if self.data is None else self._statistics(self.data)
+
+    def _statistics(self, data: Dataset) -> Calibrations:
+        return Calibrations(self.store.root, self.model, self.hash, data, self.device)
 
     def fit(
         self,
@@ -258,13 +256,13 @@ class Study:
 
     def _prepare(self, layers: Iterable[str], on_batch: Callable[[int, int], None] | None) -> None:
         """Compute the statistics that fits of these layers need and that are not kept yet."""
-        for calibrations in (self._seen, self._held_out):
-            if calibrations is not None:
-                calibrations.prepare(layers, on_batch)
+        if self._seen is not None and self._held_out is not None:
+            self._seen.prepare(layers, on_batch)
+            self._held_out.prepare(layers, on_batch)
 
     def _output(self, layer: str, factorization: Factorization) -> dict[str, Any]:
-        """The output error of a fit to activations, and the data behind it."""
-        if self._held_out is None:
+        """The output error of a fit, and the data behind it; nothing where no statistics are kept."""
+        if self._held_out is None or self._held_out.hash(layer) is None:
             return {}
         weight = get_layer(self.model, layer).weight
         error = factorization.output_error(weight, self._held_out.get(layer))
