@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from psm_core.methods._palm4msa import hierarchical, palm4msa
-from psm_core.methods._sparsity_sets import CONSTRAINTS, project
+from psm_core.methods._operand import Operand
+from psm_core.methods._palm4msa import ORDERS, hierarchical, palm4msa
+from psm_core.methods._sparsity_sets import CONSTRAINTS, project, set_size
 from psm_core.progress import JobCancelled
 
 ALGORITHMS = (palm4msa, hierarchical)
@@ -21,28 +22,22 @@ def quiet(iteration: int, total: int, error: float) -> None:
     assert math.isfinite(error)
 
 
-def fit(
-    algorithm, target: Tensor, K: int, Q: int, constraint="splincol", iterations=20, tolerance=0.0, seed=0
-):
-    return algorithm(
-        target,
-        K=K,
-        Q=Q,
-        constraint=constraint,
-        iterations=iterations,
-        tolerance=tolerance,
-        seed=seed,
-        report=quiet,
-    )
+def fit(algorithm, target: Tensor, K: int, Q: int, constraint="splincol", iterations=20, **options):
+    settings = {"iterations": iterations, "tolerance": 0.0, "seed": 0, "report": quiet}
+    return algorithm(target, K=K, Q=Q, constraint=constraint, **settings | options)
 
 
-def relative_error(target: Tensor, factors: list[Tensor]) -> float:
-    """Recomputed in float64 by NumPy, on targets of unit size."""
+def relative_error(target: Tensor, factors: list[Tensor], metric: Tensor | None = None) -> float:
+    """Recomputed in float64 by NumPy, on targets of unit size; in a metric if one is given."""
     exact = target.double().numpy()
     scale = np.abs(exact).max() or 1.0
     product = np.eye(len(exact)) / scale
     for factor in factors:
         product = product @ factor.double().numpy()
+    if metric is not None:
+        values, vectors = np.linalg.eigh(metric.double().numpy())
+        root = vectors * np.sqrt(values.clip(0))
+        return float(np.linalg.norm((product - exact / scale) @ root) / np.linalg.norm(exact / scale @ root))
     return float(np.linalg.norm(product - exact / scale) / (np.linalg.norm(exact / scale) or 1.0))
 
 
@@ -76,33 +71,85 @@ def trained_layers() -> dict[str, Tensor]:
     }
 
 
-def pyfaust_error(target: Tensor, K: int, Q: int, iterations: int) -> float:
-    pytest.importorskip("pyfaust")
+def pyfaust_error(target: Tensor, K: int, Q: int, iterations: int, order: str, constraint: str) -> float:
+    pyfaust = pytest.importorskip("pyfaust")
     from pyfaust.fact import palm4msa as reference
     from pyfaust.factparams import ParamsPalm4MSA, StoppingCriterion
-    from pyfaust.proj import splincol
 
+    assert pyfaust
     wide = target.double().numpy()
     wide = np.asfortranarray(wide if wide.shape[0] <= wide.shape[1] else wide.T)
     m, n = wide.shape
     shapes = [(m, m)] * (Q - 1) + [(m, n)]
+    # Its own start: zero for the factor that is updated first, identities for the others.
     parameters = ParamsPalm4MSA(
-        [splincol(shape, K).constraint for shape in shapes],
+        [reference_set(constraint, shape, K) for shape in shapes],
         StoppingCriterion(iterations),
-        is_update_way_R2L=True,
-        init_facts=[np.eye(m, order="F")] * (Q - 1) + [np.zeros((m, n), order="F")],
-        init_lambda=1.0,
+        is_update_way_R2L=order == "right-to-left",
     )
     product = reference(wide, parameters).toarray()
     return float(np.linalg.norm(product - wide) / np.linalg.norm(wide))
 
 
+def reference_set(constraint: str, shape: tuple[int, int], K: int):
+    from pyfaust import proj
+
+    if constraint == "global":
+        return proj.sp(shape, K * max(shape)).constraint
+    return {"splincol": proj.splincol, "row": proj.splin, "column": proj.spcol}[constraint](
+        shape, K
+    ).constraint
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("Q", [2, 3, 4])
-def test_no_worse_than_pyfaust(Q: int) -> None:
+def test_no_worse_than_pyfaust(Q: int, order: str) -> None:
     for name, target in trained_layers().items():
         K = max(2, round(0.06 * min(target.shape)))
-        ours = relative_error(target, fit(palm4msa, target, K, Q, iterations=20))
-        assert ours <= 1.01 * pyfaust_error(target, K, Q, iterations=20), name
+        ours = relative_error(target, fit(palm4msa, target, K, Q, iterations=15, order=order))
+        assert ours <= 1.01 * pyfaust_error(target, K, Q, 15, order, "splincol"), name
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("constraint", ["row", "column", "global"])
+def test_no_worse_than_pyfaust_in_other_sets(constraint: str, order: str) -> None:
+    target = trained_layers()["conv 64×288"]
+    ours = relative_error(target, fit(palm4msa, target, 4, 3, constraint, iterations=15, order=order))
+    assert ours <= 1.01 * pyfaust_error(target, 4, 3, 15, order, constraint)
+
+
+def reference_sweep(target: np.ndarray, K: int, order: str, sweeps: int) -> np.ndarray:
+    """λS₁S₂ after sweeps of the algorithm as it is written, with exact spectral norms."""
+    m, n = target.shape
+    factors = [np.eye(m), np.eye(m, n)]
+    places = [1, 0] if order == "right-to-left" else [0, 1]
+    factors[places[0]] *= 0
+    lam = 1.0
+    for _ in range(sweeps):
+        for q in places:
+            left = factors[0] if q else np.eye(m)
+            right = np.eye(n) if q else factors[1]
+            c = 1.001 * lam**2 * np.linalg.norm(left, 2) ** 2 * np.linalg.norm(right, 2) ** 2
+            gradient = lam * left.T @ (lam * left @ factors[q] @ right - target) @ right.T
+            moved = factors[q] - gradient / c
+            kept = project(torch.from_numpy(moved), K, "splincol").numpy()
+            lam *= np.linalg.norm(kept)
+            factors[q] = kept / np.linalg.norm(kept)
+        product = factors[0] @ factors[1]
+        lam = (target * product).sum() / (product**2).sum()
+    return lam * product
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_sweep_is_the_published_one(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psm_core.methods._palm4msa._FIRST_STEPS", 300)  # exact spectral norms here too
+    monkeypatch.setattr("psm_core.methods._palm4msa._STEPS", 300)
+    target = torch.randn(8, 13, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    for sweeps in (1, 2):
+        factors = fit(palm4msa, target, 3, 2, iterations=sweeps, order=order)
+        expected = reference_sweep(target.numpy(), 3, order, sweeps)
+        error = np.linalg.norm((factors[0] @ factors[1]).numpy() - expected) / np.linalg.norm(expected)
+        assert error < 1e-9
 
 
 def brute_force(matrix: np.ndarray, K: int, constraint: str) -> tuple[float, int]:
@@ -138,6 +185,7 @@ def test_projection_is_the_nearest(shape: tuple[int, int], K: int, constraint: s
     assert int((kept != 0).sum()) == count
     assert float(kept.square().sum()) == pytest.approx(energy)
     assert torch.equal(kept[kept != 0], matrix[kept != 0])
+    assert count <= set_size(constraint, K, *shape)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +196,11 @@ def test_projection_of_ties_keeps_no_more_than_allowed(constraint: str, most: in
     assert not project(torch.zeros(6, 8), 2, constraint).any()
 
 
-def test_unknown_constraint_is_named() -> None:
+def test_unknown_constraint_and_order_are_named() -> None:
     with pytest.raises(ValueError, match="splincol"):
         project(torch.ones(2, 2), 1, "rows")
+    with pytest.raises(ValueError, match="right-to-left"):
+        fit(palm4msa, torch.ones(2, 2), 1, 2, order="up")
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -238,3 +288,86 @@ def test_raising_from_the_report_cancels(algorithm) -> None:
 
     with pytest.raises(JobCancelled):
         algorithm(torch.randn(20, 30), K=2, Q=2, iterations=10, tolerance=0.0, seed=0, report=cancel)
+
+
+def correlated(n: int, seed: int = 10) -> Tensor:
+    """A second moment of inputs that are far from white: eigenvalues from 1 to 1e-4."""
+    random = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(4 * n, n, generator=random, dtype=torch.float64)
+    inputs = inputs * torch.logspace(0, -2, n, dtype=torch.float64) + inputs.mean(1, keepdim=True)
+    return inputs.T @ inputs / len(inputs)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+@pytest.mark.parametrize("Q", [1, 2, 3])
+def test_the_metric_is_what_is_minimized(algorithm, order: str, shape: tuple[int, int], Q: int) -> None:
+    target = torch.randn(shape, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
+    C = correlated(shape[1])
+    seen: list[float] = []
+    plain = fit(algorithm, target, 3, Q, order=order)
+    refined = fit(
+        algorithm, target, 3, Q, order=order, metric=C, report=lambda i, n, e: seen.append(e), iterations=30
+    )
+    error = relative_error(target, refined, C)
+    assert error < 0.97 * relative_error(target, plain, C)
+    assert min(seen) == pytest.approx(error, rel=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+def test_a_white_metric_changes_little_and_none_changes_nothing(algorithm, shape: tuple[int, int]) -> None:
+    target = torch.randn(shape, generator=torch.Generator().manual_seed(12), dtype=torch.float64)
+    plain, same, zero, white, double = (
+        fit(algorithm, target, 3, 3, **options)
+        for options in (
+            {},
+            {"metric": None},
+            {"metric": torch.zeros(shape[1], shape[1], dtype=torch.float64)},
+            {"metric": torch.eye(shape[1], dtype=torch.float64)},
+            {"metric": 4096 * torch.eye(shape[1], dtype=torch.float64)},
+        )
+    )
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(plain, same, zero, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(white, double, strict=True))
+    assert relative_error(target, white) <= relative_error(target, plain) * (1 + 1e-9)
+
+
+def test_a_dense_factor_in_the_metric_reaches_the_target() -> None:
+    target = torch.randn(6, 10, generator=torch.Generator().manual_seed(13), dtype=torch.float64)
+    C = correlated(10)
+    assert relative_error(target, fit(palm4msa, target, 10, 2, metric=C), C) < 1e-6
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("seed", range(2))
+def test_an_ill_conditioned_metric_stays_finite(algorithm, order: str, seed: int) -> None:
+    """Also where the inner product of W with the first product is negative."""
+    random = torch.Generator().manual_seed(seed)
+    for shape in [(1, 9), (9, 1), (6, 9), (9, 6)]:
+        target = torch.randn(shape, generator=random)
+        inputs = torch.randn(shape[1], shape[1], generator=random) * torch.logspace(0, -6, shape[1])
+        for C in (inputs @ inputs.T, inputs[:, :1] @ inputs[:, :1].T):
+            factors = fit(algorithm, target, 2, 3, "row", metric=C, order=order)
+            assert all(factor.isfinite().all() for factor in factors)
+
+
+@pytest.mark.parametrize("density", [0.05, 0.9])
+def test_operand_multiplies(density: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psm_core.methods._operand._COMPRESSED_WORK", 100)
+    monkeypatch.setattr("psm_core.methods._operand._DENSE_WORK", 100)
+    random = torch.Generator().manual_seed(14)
+    matrix = torch.randn(30, 50, generator=random, dtype=torch.float64)
+    matrix = matrix * (torch.rand(30, 50, generator=random) < density)
+    pulses: list[int] = []
+    operand = Operand.of(matrix, lambda: pulses.append(1))
+    assert (operand.columns is not None) == (density < 0.2)
+    right, left = (torch.randn(n, 70, generator=random, dtype=torch.float64) for n in (50, 30))
+    assert torch.allclose(operand.times(right), matrix @ right)
+    assert len(pulses) > 1
+    assert torch.allclose(operand.transposed.times(left), matrix.T @ left)
+    assert torch.equal(operand.dense(), matrix)
+    assert torch.allclose(operand.inner(2 * matrix), 2 * matrix.square().sum())
+    assert torch.equal(operand.add_to(torch.ones_like(matrix)), matrix + 1)

@@ -19,8 +19,9 @@ _COMPRESSED_WORK, _DENSE_WORK = 1 << 28, 1 << 32  # multiplications between two 
 class Operand:
     """A matrix S (rows × cols) for products S·X and Sᵀ·X, X dense.
 
-    On a CPU, if sparse enough and of fewer than 2³¹ entries, it holds its non-zeros by rows, and a product adds up rows of X; else it
-    is dense. A long product is done in blocks of columns of X, with a ``pulse`` after each.
+    On a CPU, if sparse enough and of fewer than 2³¹ entries, it holds its non-zeros by rows, and a
+    product adds up rows of X; else it is dense. A long product is done in blocks of columns of X, with a
+    ``pulse`` after each.
     """
 
     def __init__(

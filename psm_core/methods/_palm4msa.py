@@ -129,8 +129,9 @@ def _normalized(
         else:
             with fit.silence():
                 operands, lam = scheme(unit, Q, fit)
-            C = fit.operand(metric.detach() / metric.diagonal().amax())
-            sides = (C, None) if tall else (None, C)
+            C = metric.detach() / metric.diagonal().amax()
+            C.diagonal().add_(len(C) * info.eps)  # what rounding leaves of it must stay positive
+            sides = (fit.operand(C), None) if tall else (None, fit.operand(C))
             operands, lam = _Sweeps(unit, operands, lam, [fit.K] * Q, fit, *sides).run(is_begun=True)
         share = lam.abs().pow(1 / Q) * scale.pow(1 / Q)  # λ·scale itself could overflow
         shares = [share * lam.sign()] + [share] * (Q - 1)
@@ -149,6 +150,8 @@ def _flat(target: Tensor, Q: int, fit: _Fit) -> Stage:
 
 
 def _split(target: Tensor, Q: int, fit: _Fit) -> Stage:
+    if Q == 1:
+        return _flat(target, Q, fit)
     factors, lam, sizes = [fit.operand(target)], target.new_ones(()), [0]
     for left in range(Q - 1, 0, -1):
         residual, rest = factors[0].dense(), factors[1:]
@@ -192,7 +195,7 @@ class _Sweeps:
         """The best iterate; with ``is_begun`` the start is one of them."""
         fit, previous = self.fit, torch.inf
         pairs = self._grams() if is_begun or fit.order == "left-to-right" else []
-        best, best_lam, lowest = self.factors, self.lam, torch.full_like(self.lam, torch.inf)
+        best, best_lam, lowest = list(self.factors), self.lam, torch.full_like(self.lam, torch.inf)
         if is_begun:
             self.lam, lowest = self._scale(*pairs[0])
             best_lam = self.lam
@@ -280,7 +283,7 @@ class _Sweeps:
         By columns, so that no second matrix of this size is needed.
         """
         step = max(_AT_ONCE // len(inner), 16) if inner.is_cpu else inner.shape[1]
-        for part, wanted in zip(inner.split(step, 1), target.split(step, 1), strict=True):
+        for part, wanted in zip(torch.split(inner, step, 1), torch.split(target, step, 1), strict=True):
             image = part
             for factor in reversed(self.factors[:q]):
                 image = factor.times(image)
@@ -315,7 +318,7 @@ class _Sweeps:
 
         The new factor has unit norm, its size goes into λ; a zero factor stays as it is.
         """
-        length = 1 / (_MARGIN * bound).clamp_min(self.tiny)
+        length = bound.sign() / (_MARGIN * bound.abs()).clamp_min(self.tiny)  # λ may be negative
         moved = self.factors[q].add_to(slope.mul_(-length))
         keep = support(moved, self.sizes[q], self.fit.constraint)
         factor = Operand.of(moved, self.fit.trace.pulse, keep)
