@@ -13,13 +13,14 @@ from torch import Tensor
 Pulse = Callable[[], None]
 
 _SPARSE = 1 / 5  # density below which a CPU multiplies faster by compressed rows
+_LEAST = 1 << 15  # entries below which the calls take longer than dense products
 _COMPRESSED_WORK, _DENSE_WORK = 1 << 28, 1 << 32  # multiplications between two pulses: some 0.2 s
 
 
 class Operand:
     """A matrix S (rows × cols) for products S·X and Sᵀ·X, X dense.
 
-    On a CPU, if sparse enough and of fewer than 2³¹ entries, it holds its non-zeros by rows, and a
+    On a CPU, if sparse enough, not tiny and of fewer than 2³¹ entries, it holds its non-zeros by rows, and a
     product adds up rows of X; else it is dense. A long product is done in blocks of columns of X, with a
     ``pulse`` after each.
     """
@@ -40,7 +41,7 @@ class Operand:
     def of(cls, matrix: Tensor, pulse: Pulse, keep: Tensor | None = None) -> Operand:
         """``matrix`` with only the entries to ``keep``: all non-zeros if not given."""
         rows, cols = matrix.shape
-        if matrix.is_cpu:
+        if matrix.is_cpu and matrix.numel() >= _LEAST:
             mask = (matrix != 0 if keep is None else keep).numpy()
             if np.count_nonzero(mask) < _SPARSE * mask.size < 2**31 * _SPARSE:
                 flat = np.flatnonzero(mask)
