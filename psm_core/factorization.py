@@ -218,7 +218,7 @@ class MatrixProduct(Factorization):
     @staticmethod
     def weight_from(factors: Sequence[Factor], shape: tuple[int, ...]) -> Tensor:
         last = factors[-1]
-        product = last.to_dense() if isinstance(last, SparseMatrix) else last
+        product = _dense(last)
         for factor in reversed(factors[:-1]):
             product = factor.matmul(product)
         return product.reshape(shape)
@@ -238,8 +238,7 @@ class MatrixProduct(Factorization):
         if geometry.pointwise:
             x = mix_channels(last, geometry.subsample(x))
         else:
-            kernel = last.to_dense() if isinstance(last, SparseMatrix) else last
-            x = geometry.convolve(x, kernel.reshape(-1, *shape[1:]))
+            x = geometry.convolve(x, _dense(last).reshape(-1, *shape[1:]))
         for factor in reversed(factors[:-1]):
             x = mix_channels(factor, x)
         return x
@@ -248,6 +247,73 @@ class MatrixProduct(Factorization):
 def _ratio(difference: float, norm: float) -> float:
     """A relative error; 0 where both are zero."""
     return difference / norm if norm else (0.0 if difference == 0.0 else math.inf)
+
+
+class ShortcutProduct(MatrixProduct):
+    """W as a product of two matrices, the identity of W's smaller side added to the end of one.
+
+    Wide (out ≤ in·kh·kw): W ≈ (A + [0 I])·B, the last outputs of B going straight to those of the layer
+    as well. Tall: W ≈ A·(B + [0; I]), the inputs going straight to the last columns of A. The ones are
+    implied by the shape; A (out × k) and B (k × in·kh·kw) are stored.
+    """
+
+    kind = "shortcut-product"
+
+    def scaled(self, exponent: int) -> Factorization:
+        """On the factor that has no ones."""
+        left, right = self.factors
+        if _is_wide(self.shape):
+            return replace(self, factors=(left, _times_power(right, exponent)))
+        return replace(self, factors=(_times_power(left, exponent), right))
+
+    @staticmethod
+    def weight_from(factors: Sequence[Factor], shape: tuple[int, ...]) -> Tensor:
+        left, right = factors
+        inner = _dense(right)
+        if _is_wide(shape):
+            product = left.matmul(inner) + inner[-shape[0] :]
+        else:
+            product = left.matmul(_with_identity(inner))
+        return product.reshape(shape)
+
+    @staticmethod
+    def linear(factors: Sequence[Factor], x: Tensor) -> Tensor:
+        left, right = factors
+        columns = x.T
+        inner = right.matmul(columns)
+        if right.shape[1] < left.shape[0]:
+            head, tail = inner[: -right.shape[1]], inner[-right.shape[1] :]
+            return left.matmul(torch.cat([head, tail + columns])).T
+        return (left.matmul(inner) + inner[-left.shape[0] :]).T
+
+    @staticmethod
+    def conv2d(
+        factors: Sequence[Factor], x: Tensor, shape: tuple[int, ...], geometry: ConvGeometry
+    ) -> Tensor:
+        left, right = factors
+        if _is_wide(shape):
+            inner = MatrixProduct.conv2d((right,), x, shape, geometry)
+            return mix_channels(left, inner) + inner[:, -shape[0] :]
+        if geometry.pointwise:
+            x = geometry.subsample(x)
+            inner = mix_channels(right, x)
+            head, tail = inner[:, : -shape[1]], inner[:, -shape[1] :]
+            return mix_channels(left, torch.cat([head, tail + x], 1))
+        return MatrixProduct.conv2d((left, _with_identity(_dense(right))), x, shape, geometry)
+
+
+def _is_wide(shape: tuple[int, ...]) -> bool:
+    return shape[0] <= math.prod(shape[1:])
+
+
+def _dense(factor: Factor) -> Tensor:
+    return factor.to_dense() if isinstance(factor, SparseMatrix) else factor
+
+
+def _with_identity(matrix: Tensor) -> Tensor:
+    """B + [0; I]."""
+    rows, cols = matrix.shape
+    return matrix + torch.eye(rows, cols, dtype=matrix.dtype, device=matrix.device).roll(rows - cols, 0)
 
 
 def _times_power(factor: Factor, exponent: int) -> Factor:

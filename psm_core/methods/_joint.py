@@ -1,220 +1,234 @@
-"""Joint fit of two sparse factors under one budget of non-zeros.
+"""Joint fit of sparse factors under one budget of non-zeros.
 
-    minimize  ‖W − A·B‖²_F   subject to   nnz(A) + nnz(B) ≤ N,   W of shape m × n,
+Truncated SVD (two dense thin factors), low-rank + sparse and pruning (one factor) are points of the set
+that `_exchange` searches. It starts from low-rank + sparse at several times the budget; what it finds is
+returned where it is better than pruning and SVD.
 
-with the inner dimension and the share of each factor, row and column left free. Truncated SVD (dense
-thin factors), low-rank + sparse ([U I]·[V; S]) and pruning (I·S) are points of this set.
-
-The support is searched by annealed exchange, the values by alternating line searches. Around the
-current factors, with E = W − AB, entry a_ik of the support costs a_ik²·‖row k of B‖² to remove, and an
-entry outside lowers the error by (E Bᵀ)_ik² / ‖row k of B‖² when it enters alone; b_kj likewise with
-the columns of A. All entries of both factors, present and absent, compete in one ranking for N places.
-Gains are overrated by a factor γ that falls from above 1 to 0: bold exchanges first, none at the end.
-Between two exchanges each row of A, then each column of B, makes one exact line search along its
-gradient, preconditioned by the norms of the inner units.
+In a metric C (second moment of a layer's inputs) the columns of W are scaled by √C_jj, so that M has a
+unit diagonal. Inputs are strongly correlated: each of many entries can then remove the same error, and a
+ranking of entries one by one goes wrong. The support is therefore searched in a metric whose eigenvalues
+are cut off at a few units, and the values are fitted on it in the full one.
 """
 
+from __future__ import annotations
+
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from psm_core.methods._engine import Rows, Trace
+from psm_core.methods._engine import Trace
+from psm_core.methods._exchange import Pair, Problem, largest, low_rank_plus_sparse, refit, search
 from psm_core.progress import Report
 
-_LOW_RANK = 2.0  # budgets that go into the low-rank part of the start, before it is cut to one budget
-_REST = 0.2  # and into its sparse part
-_EXCHANGE = 0.95  # share of the iterations with exchanges
-_ENTRY = 0.5  # an entering entry takes this part of the value which is best for it alone
-_SAMPLE = 1 << 16  # scores that a threshold is estimated from
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the budget in the low-rank part: pruning, sums, SVD
+_EXACT_SIDE = 1024  # side up to which all eigenvectors are computed, and the leading ones taken
+_CLIPS = (4.0, 1.0)  # largest eigenvalue of the metric of the search; the next where a fit fails
+_REFIT = 0.5  # iterations on the final support, in the full metric, for each one of the search
+
+
+@dataclass(frozen=True)
+class JointFit:
+    """Factors whose product, from left to right, approximates a target.
+
+    With ``ones``, the identity of the smaller side is added to the end of the factor that has this side:
+    (A + [0 I])·B for a wide target, A·(B + [0; I]) for a tall one.
+    """
+
+    factors: list[Tensor]
+    ones: bool = False
+
+    def product(self) -> Tensor:
+        """The approximation, (m × n)."""
+        if len(self.factors) == 1:
+            return self.factors[0]
+        left, right = self.factors
+        product = left @ right
+        if self.ones and len(product) <= product.shape[1]:
+            product += right[len(right) - len(product) :]
+        elif self.ones:
+            product += left[:, len(right) - product.shape[1] :]
+        return product
 
 
 def joint(
-    target: Tensor, *, nonzeros: int, Q: int, iterations: int, tolerance: float, seed: int, report: Report
-) -> list[Tensor]:
-    """One or (Q ≥ 2) two sparse factors with at most ``nonzeros`` entries in total, whose product
-    approximates ``target`` (m × n): the best of this fit, truncated SVD and pruning.
+    target: Tensor, *, nonzeros: int, iterations: int, tolerance: float, seed: int, report: Report,
+    metric: Tensor | None = None,
+) -> JointFit:  # fmt: skip
+    """Two sparse factors, or one, with at most ``nonzeros`` entries in total, whose product
+    approximates ``target`` (m × n): the best of this fit, truncated SVD, pruning and sums of both.
 
-    ``report(iteration, total, relative_error)`` may raise to stop the fit. Once the support is final, an
-    iteration that lowers the error by less than the fraction ``tolerance`` of it ends the fit.
+    ``metric`` is a symmetric positive semi-definite C (n × n); its scale does not matter. Errors, the
+    reported ones included, are then ‖(W − Ŵ)C^½‖_F / ‖WC^½‖_F (during a search, in the metric it searches
+    in). ``report(iteration, total, relative_error)`` may raise to stop the fit. Once the support is final,
+    an iteration that lowers the error by less than the fraction ``tolerance`` of it ends the fit.
     """
     target = target.detach()
     info = torch.finfo(target.dtype)
-    scale = target.abs().amax().clamp_min(info.tiny)
-    unit = target / scale
-    unit = unit * (unit.abs() > info.eps**2)  # far below rounding: only a source of denormals
-    size = unit.square().mean().sqrt().clamp_min(info.tiny)
-    unit, norm = unit / size, math.sqrt(max(unit.numel(), 1))
     trace = Trace(report, iterations)
+    widths = torch.ones_like(target[0])  # of the columns, in the metric
+    if metric is not None and metric.any():
+        widths, metric = _unit_diagonal(metric)
+    else:
+        metric = None
+    unit = target * widths
+    top = unit.abs().amax().clamp_min(info.tiny)
+    unit /= top
+    unit *= unit.abs() > info.eps**2  # far below rounding: only a source of denormals
+    size = unit.square().mean().sqrt().clamp_min(info.tiny)
+    unit /= size
+    root = size.sqrt() * top.sqrt()  # size·top itself could overflow
+    problem = Problem(unit, metric, nonzeros, trace)
+    random = torch.Generator().manual_seed(seed)
 
-    def error_of(*factors: Tensor) -> float:
-        rest = unit - factors[0] if len(factors) == 1 else torch.addmm(unit, *factors, alpha=-1)
-        return float(torch.linalg.vector_norm(rest)) / norm
-
-    kept = _largest(target.abs().flatten(), nonzeros).view_as(target)
-    best, error = [target * kept], error_of(unit * kept)
-    trace.pulse(error)
-    if Q >= 2 and error > 0:
-        root = (scale.sqrt() * size.sqrt()).clamp_min(info.tiny)
-        low_rank = _low_rank(unit, int(_LOW_RANK * nonzeros / sum(target.shape)))
-        bar = min(error, *(_sum_error(unit, low_rank, nonzeros, share) / norm for share in (0.25, 0.5, 0.75)))
-        pair = _cut(low_rank, nonzeros // sum(target.shape))
-        if (loss := error_of(*pair)) < error:
-            best, error = [factor * root for factor in pair], loss
-        bar = min(bar, error)
-        for attempt, boldness in enumerate((min(1.2 + 10 * nonzeros / target.numel(), 3.5), 1.0), 1):
-            trace.total = attempt * iterations
-            pair = _exchange(unit, low_rank, nonzeros, iterations, boldness, tolerance, trace)
-            if (loss := error_of(*pair)) < error:
-                best, error = [factor * root for factor in pair], loss
+    budget, floats = nonzeros / unit.numel(), sum(unit.shape)
+    rank = int(min(1 + 12 * budget, 3) * nonzeros / floats)
+    low_rank = _low_rank(problem, rank, random)
+    errors = {}
+    for share in _SHARES if rank else (0.0,):
+        errors[share] = float(problem.error(unit - _sum(problem, low_rank, share).product()))
+        trace.pulse(min(errors.values()))
+    share = min(errors, key=errors.__getitem__)
+    error = bar = errors[share]
+    best: JointFit | None = None
+    if error > 0:
+        bold = min(1.5 + 12 * budget, 4.5)
+        attempts = [(bold, 0.0), (1.0, 0.0)]
+        refits = 0
+        if metric is not None:
+            eigen = _leading(metric.matmul, metric, len(metric) // 8 + 1, random, trace)
+            attempts, refits = [(bold, clip) for clip in _CLIPS], math.ceil(_REFIT * iterations)
+        for attempt, (boldness, clip) in enumerate(attempts, 1):
+            trace.total = attempt * (iterations + refits)
+            within = (
+                problem if metric is None else Problem(unit, _clipped(metric, *eigen, clip), nonzeros, trace)
+            )
+            pair = search(within, low_rank_plus_sparse(within, low_rank), iterations, boldness, tolerance)
+            if refits:
+                pair = refit(Pair(problem, pair.factors), refits, tolerance)
+            found = _unpadded(pair)
+            if (loss := float(problem.error(unit - found.product()))) < error:
+                best, error = found, loss
             if error < bar:
                 break  # else too bold for so small a support: once more, with care
     trace.flush()
-    return best
+    return _rescaled(best or _sum(problem, low_rank, share), root, widths, target)
 
 
-def _low_rank(target: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Best factors of this rank or less, (m, r) and (r, n), singular values shared evenly.
-
-    From the eigenvectors of the smaller Gram matrix, sharpened by one subspace iteration.
-    """
-    m, n = target.shape
-    wide = target if m <= n else target.mT
-    rank = min(rank, len(wide))
-    basis = torch.linalg.eigh(wide @ wide.mT).eigenvectors[:, len(wide) - rank :].flip(1)
-    basis = torch.linalg.qr(wide @ (wide.mT @ basis)).Q
-    other = basis.mT @ wide
-    root = torch.linalg.vector_norm(other, dim=1).sqrt()
-    left, right = basis * root, other * torch.where(root > 0, 1 / root, 0.0)[:, None]
-    return (left, right) if m <= n else (right.mT, left.mT)
+def _unit_diagonal(metric: Tensor) -> tuple[Tensor, Tensor]:
+    """√C_jj, and C scaled to a unit diagonal."""
+    widths = metric.diagonal().clamp_min(0).sqrt()
+    widths = widths.clamp_min(1e-6 * float(widths.max()))
+    unit = metric / widths / widths[:, None]
+    unit.diagonal().fill_(1.0)
+    return widths / widths.max(), unit
 
 
-def _cut(low_rank: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
-    return low_rank[0][:, :rank], low_rank[1][:rank]
-
-
-def _sum_error(target: Tensor, low_rank: tuple[Tensor, Tensor], nonzeros: int, share: float) -> float:
-    """Error of low-rank + sparse, the former with this share of the non-zeros.
-
-    As a sum, they need no identity beside the sparse part: no point of the set, but an error to beat.
-    """
-    rank = int(share * nonzeros / sum(target.shape))
-    rest = torch.addmm(target, *_cut(low_rank, rank), alpha=-1)
-    kept = _largest(rest.abs().flatten(), nonzeros - rank * sum(target.shape)).view_as(rest)
-    return float(torch.linalg.vector_norm(rest * ~kept))
-
-
-def _start(target: Tensor, low_rank: tuple[Tensor, Tensor], nonzeros: int) -> list[Tensor]:
-    """Low-rank + sparse split W ≈ U·V + S as factors Aᵀ (k × m) and B (k × n) of N non-zeros.
-
-    A·B is [U D]·[V; D⁻¹S], or [U SD⁻¹]·[V; D] for a tall target; D balances the two halves of a unit.
-    """
-    m, n = target.shape
-    U, V = low_rank
-    rest = torch.addmm(target, U, V, alpha=-1)
-    S = rest * _largest(rest.abs().flatten(), math.ceil(_REST * nonzeros)).view_as(rest)
-    S = S if m <= n else S.mT
-    D = torch.linalg.vector_norm(S, dim=1).sqrt()
-    D = torch.where(D > 0, D, D.mean().clamp_min(torch.finfo(D.dtype).tiny))
-    halves = [torch.diag(D), S / D[:, None]]
-    factors = [
-        torch.cat([thin, half]) for thin, half in zip([U.mT, V], halves[:: 1 if m <= n else -1], strict=True)
-    ]
-    costs = [own.square() * other.square().sum(1, keepdim=True) for own, other in (factors, factors[::-1])]
-    keep = _largest(torch.cat([cost.flatten() for cost in costs]), nonzeros)
-    parts = torch.split(keep, [cost.numel() for cost in costs])
-    return [factor * part.view_as(factor) for factor, part in zip(factors, parts, strict=True)]
-
-
-def _exchange(
-    target: Tensor,
-    low_rank: tuple[Tensor, Tensor],
-    nonzeros: int,
-    iterations: int,
-    boldness: float,
-    tolerance: float,
-    trace: Trace,
+def _leading(
+    times: Callable[[Tensor], Tensor], like: Tensor, rank: int, random: torch.Generator, trace: Trace
 ) -> tuple[Tensor, Tensor]:
-    """Anneal the support of the start and fit its values; factors A (m × k) and B (k × n)."""
-    tiny = torch.finfo(target.dtype).tiny
-    factors = _start(target, low_rank, nonzeros)
-    exchanges, norm, previous = int(_EXCHANGE * iterations), math.sqrt(target.numel()), torch.inf
-    masks = [factor != 0 for factor in factors]
-    product = _Product(masks)
-    rest = target - product.of(*factors)
-    for iteration in range(iterations):
-        if 0 < iteration <= exchanges:
-            gamma = boldness * (1 - iteration / (exchanges + 1))
-            weights = [factor.square().sum(1, keepdim=True) for factor in reversed(factors)]
-            bests = []
-            for side, weight in enumerate(weights):
-                bests.append(product.against(side, factors, rest) / weight.clamp_min(tiny))
-                trace.pulse()
-            scores, values = [], []
-            for side, (factor, mask) in enumerate(zip(factors, masks, strict=True)):
-                # a unit with one side empty is worth what the best entry would make of it
-                hope = gamma * bests[1 - side].square().amax(1, keepdim=True)
-                weight = torch.where(weights[side] > 0, weights[side], hope)
-                gain = bests[side] * gamma**0.5
-                scores.append(torch.where(mask, factor, gain).square_().mul_(weight))
-                values.append(torch.where(mask, factor, bests[side] * _ENTRY))
-            masks = _places(scores, nonzeros, exact=iteration == exchanges)
-            factors = [value.mul_(mask) for value, mask in zip(values, masks, strict=True)]
-            product = _Product(masks)
-            rest = target - product.of(*factors)
-        for side in (0, 1):
-            weight = factors[1 - side].square().sum(1, keepdim=True).clamp_min(tiny)
-            direction = product.against(side, factors, rest).mul_(masks[side]).div_(weight)
-            trace.pulse()
-            change = product.of(*(direction if side == one else factors[one] for one in (0, 1)))
-            length = (rest * change).sum(1 - side) / change.square().sum(1 - side).clamp_min_(tiny)
-            factors[side].addcmul_(direction, length)
-            rest.addcmul_(change, length.unsqueeze(1 - side), value=-1)
-        error = torch.linalg.vector_norm(rest) / norm
-        trace.add(error)
-        if tolerance > 0 and iteration > exchanges:
-            if previous - float(error) < tolerance * previous:
-                break
-            previous = float(error)
-    sizes = [torch.linalg.vector_norm(factor, dim=1) for factor in factors]
+    """Leading eigenvalues and eigenvectors of a symmetric operator of the size of ``like``'s rows.
+
+    All are computed where that is quick; else they come from block power iteration (Halko, Martinsson &
+    Tropp, SIAM Review 2011), in pieces between which the trace reports.
+    """
+    side = len(like)
+    rank = min(rank, side)
+    if side <= _EXACT_SIDE or rank > side // 2:
+        values, vectors = torch.linalg.eigh(times(torch.eye(side, dtype=like.dtype, device=like.device)))
+        return values.flip(0)[:rank], vectors.flip(1)[:, :rank]
+    basis = torch.randn(side, min(rank + 16, side), generator=random, dtype=torch.float64).to(like)
+    for _ in range(4):
+        basis = torch.linalg.qr(torch.cat([times(part) for part in torch.split(basis, 64, dim=1)], 1)).Q
+        trace.pulse()
+    values, turn = torch.linalg.eigh(basis.mT @ times(basis))
+    return values.flip(0)[:rank], (basis @ turn.flip(1))[:, :rank]
+
+
+def _clipped(metric: Tensor, values: Tensor, vectors: Tensor, most: float) -> Tensor:
+    """The metric with its eigenvalues cut off, and a unit diagonal again."""
+    clipped = metric - (vectors * (values - most).clamp_min(0)) @ vectors.mT
+    clipped.diagonal().fill_(1.0)
+    return clipped
+
+
+def _low_rank(problem: Problem, rank: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Best factors of this rank or less in the metric, (m, r) and (r, n), of equal size in each unit.
+
+    The best U·V in the metric projects W on the leading eigenvectors of W M Wᵀ.
+    """
+    target = problem.target
+    flip = problem.metric is None and len(target) > target.shape[1]
+    wide = target.mT if flip else target
+    times = (lambda x: wide @ (wide.mT @ x)) if problem.metric is None else problem.gram
+    rank = min(rank, *wide.shape)
+    if rank == 0:
+        return target[:, :0], target[:0]
+    _, basis = _leading(times, wide, rank, random, problem.trace)
+    if problem.metric is None:  # sharpened by one step on W itself, as its squares lose half of the digits
+        basis = torch.linalg.qr(wide @ (wide.mT @ basis)).Q
+    other = basis.mT @ wide
+    roots = torch.linalg.vector_norm(other, dim=1).sqrt()
+    left, right = basis * roots, other * _inverse(roots)[:, None]
+    return (right.mT, left.mT) if flip else (left, right)
+
+
+def _sum(problem: Problem, low_rank: tuple[Tensor, Tensor], share: float) -> JointFit:
+    """Low-rank + sparse, the low-rank part with this share of the places."""
+    m, n = problem.target.shape
+    rank = min(int(share * problem.nonzeros / (m + n)), low_rank[0].shape[1])
+    left, right = low_rank[0][:, :rank], low_rank[1][:rank]
+    if share == 1:
+        return JointFit([left, right])
+    rest = torch.addmm(problem.target, left, right, alpha=-1) if rank else problem.target
+    rest = rest * largest(rest.abs().flatten(), problem.nonzeros - rank * (m + n)).view_as(rest)
+    if rank == 0:
+        return JointFit([rest])
+    none = rest.new_zeros(min(m, n), min(m, n))
+    if m <= n:
+        return JointFit([torch.cat([left, none], 1), torch.cat([right, rest])], ones=True)
+    return JointFit([torch.cat([left, rest], 1), torch.cat([right, none])], ones=True)
+
+
+def _unpadded(pair: Pair) -> JointFit:
+    """The factors without their ones and without empty units; of equal size in each unit without a one."""
+    left, right = (factor.dense() for factor in pair.factors)
+    pair.ones((left, right)[pair.side_of_ones]).zero_()
+    count = min(pair.problem.target.shape)
+    free = len(left) - count
+    sizes = [torch.linalg.vector_norm(factor[:free], dim=1) for factor in (left, right)]
     used = (sizes[0] > 0) & (sizes[1] > 0)
     balance = (sizes[1][used] / sizes[0][used]).sqrt()[:, None]
-    return (factors[0][used] * balance).mT.contiguous(), factors[1][used] / balance
+    left = torch.cat([left[:free][used] * balance, left[free:]])
+    right = torch.cat([right[:free][used] / balance, right[free:]])
+    other = right if pair.side_of_ones == 0 else left
+    if other[len(other) - count :].any():
+        return JointFit([left.mT.contiguous(), right], ones=True)
+    return JointFit([left[: len(left) - count].mT.contiguous(), right[: len(right) - count]])
 
 
-class _Product:
-    """The products of one pair of supports, Aᵀ (k × m) and B (k × n), by compressed rows if they pay."""
-
-    def __init__(self, masks: list[Tensor]) -> None:
-        self.rows = Rows(masks[0], transposed=True)
-        self.units = [Rows(mask) for mask in masks]
-
-    def of(self, left: Tensor, right: Tensor) -> Tensor:
-        """A·B, (m, n)."""
-        return self.rows.times(left, right)
-
-    def against(self, side: int, factors: list[Tensor], rest: Tensor) -> Tensor:
-        """(E·Bᵀ)ᵀ for side 0, (k, m), or Aᵀ·E for side 1, (k, n): downhill for the factor of that side."""
-        return self.units[1 - side].times(factors[1 - side], rest.mT if side == 0 else rest)
-
-
-def _largest(score: Tensor, count: int) -> Tensor:
-    """Mask of the ``count`` largest of a vector of scores, never more, zeros excluded."""
-    if count >= len(score):
-        return score > 0
-    keep = torch.zeros_like(score, dtype=torch.bool)
-    keep[score.topk(count, sorted=False).indices] = True
-    return keep & (score > 0)
-
-
-def _places(scores: list[Tensor], count: int, exact: bool) -> list[Tensor]:
-    """Masks of the ``count`` largest of all scores; if not ``exact``, by a threshold from a sample."""
-    flat = torch.cat([score.flatten() for score in scores])
-    if exact:
-        keep = _largest(flat, count)
+def _rescaled(fit: JointFit, root: Tensor, widths: Tensor, target: Tensor) -> JointFit:
+    """The fit of the target, from that of its normalised form; root² is the size, √C_jj the widths."""
+    if len(fit.factors) == 1:
+        return JointFit([target * (fit.factors[0] != 0)])
+    left, right = fit.factors
+    if not fit.ones:
+        return JointFit([left * root, right * root / widths])
+    m, n = target.shape
+    free = left.shape[1] - min(m, n)
+    right = right / widths
+    # The ones stay ones: the size of their units goes to the other factor.
+    if m <= n:
+        left = torch.cat([left[:, :free] * root, left[:, free:]], 1)
+        right = torch.cat([right[:free] * root, right[free:] * root * root])
     else:
-        sample = flat[:: max(1, len(flat) // _SAMPLE)]
-        rank = max(1, len(sample) - round(count * len(sample) / len(flat)))
-        keep = flat > sample.kthvalue(rank).values
-    parts = torch.split(keep, [score.numel() for score in scores])
-    return [part.view_as(score) for part, score in zip(parts, scores, strict=True)]
+        left = torch.cat([left[:, :free] * root, left[:, free:] * root * root / widths], 1)
+        right = torch.cat([right[:free] * root, right[free:] * widths[:, None]])
+    return JointFit([left, right], ones=True)
+
+
+def _inverse(size: Tensor) -> Tensor:
+    """1/size, zero where that is zero."""
+    return torch.where(size > 0, 1 / size.clamp_min(torch.finfo(size.dtype).tiny), 0.0)

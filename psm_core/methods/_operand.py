@@ -33,8 +33,9 @@ class Operand:
         places: Tensor | None = None,
         columns: Tensor | None = None,
         starts: Tensor | None = None,
+        keep: Tensor | None = None,
     ) -> None:
-        self.shape, self.values, self.pulse = shape, values, pulse
+        self.shape, self.values, self.pulse, self.keep = shape, values, pulse, keep
         self.places, self.columns, self.starts = places, columns, starts
 
     @classmethod
@@ -49,11 +50,11 @@ class Operand:
                 columns = flat - np.repeat(np.arange(rows) * cols, np.diff(starts))
                 places, *layout = (torch.from_numpy(index).int() for index in (flat, columns, starts))
                 return cls((rows, cols), matrix.reshape(-1)[places], pulse, places, *layout)
-        return cls((rows, cols), matrix if keep is None else matrix * keep, pulse)
+        return cls((rows, cols), matrix if keep is None else matrix * keep, pulse, keep=keep)
 
     def with_values(self, values: Tensor) -> Operand:
         """The same support with other values."""
-        return Operand(self.shape, values, self.pulse, self.places, self.columns, self.starts)
+        return Operand(self.shape, values, self.pulse, self.places, self.columns, self.starts, self.keep)
 
     def dense(self) -> Tensor:
         return self.values if self.places is None else self.add_to(self.values.new_zeros(self.shape))
@@ -70,6 +71,34 @@ class Operand:
         if self.places is None or self.columns is None:
             return (self.values * matrix).sum()
         return (self.values * matrix[self.places // self.shape[1], self.columns]).sum()
+
+    def at_support(self, matrix: Tensor) -> Tensor:
+        """The entries of ``matrix`` on the support, laid out as ``values``."""
+        if self.places is None:
+            return matrix if self.keep is None else matrix * self.keep
+        return matrix.reshape(-1)[self.places]
+
+    def put_into(self, matrix: Tensor, values: Tensor) -> Tensor:
+        """``matrix`` (contiguous) with ``values`` on the support."""
+        if self.places is None:
+            return values if self.keep is None else torch.where(self.keep, values, matrix)
+        matrix.view(-1)[self.places] = values
+        return matrix
+
+    def by_row(self, vector: Tensor) -> Tensor:
+        """For each of the ``values`` the entry of ``vector`` (rows,) of its row."""
+        return vector[:, None] if self.places is None else vector[self.places // self.shape[1]]
+
+    def by_column(self, vector: Tensor) -> Tensor:
+        """For each of the ``values`` the entry of ``vector`` (cols,) of its column."""
+        return vector if self.columns is None else vector[self.columns]
+
+    def row_squares(self) -> Tensor:
+        """Sum of squares of each row, (rows,)."""
+        if self.places is None:
+            return self.values.square().sum(1)
+        sums = self.values.new_zeros(self.shape[0])
+        return sums.index_add_(0, self.places // self.shape[1], self.values.square())
 
     @cached_property
     def transposed(self) -> Operand:

@@ -58,16 +58,23 @@ class Prune(Method):
     def _factorize(self, weight: Tensor, report: Report, metric: Tensor | None) -> Factorization:
         shape = tuple(weight.shape)
         matrix = weight.reshape(matrix_shape(shape))
-        best = self._largest(matrix, matrix.abs())
-        if metric is not None:
-            scores = (matrix.abs() * metric.diagonal() ** (alpha / 2) for alpha in _EXPONENTS)
-            choices = [best, *(self._largest(matrix, score) for score in scores)]
-            best = min(choices, key=lambda kept: float((((matrix - kept) @ metric) * (matrix - kept)).sum()))
-        return MatrixProduct(self, shape, (SparseMatrix.from_dense(best),))
+        kept = pruned(matrix, self.storage(shape), metric)
+        return MatrixProduct(self, shape, (SparseMatrix.from_dense(kept),))
 
-    def _largest(self, matrix: Tensor, scores: Tensor) -> Tensor:
-        """The matrix with all entries zero but those of the largest scores."""
-        kept = scores.flatten().topk(self.storage(tuple(matrix.shape))).indices
-        pruned = torch.zeros_like(matrix).flatten()
-        pruned[kept] = matrix.flatten()[kept]
-        return pruned.reshape(matrix.shape)
+
+def pruned(matrix: Tensor, count: int, metric: Tensor | None) -> Tensor:
+    """The matrix with all entries zero but ``count``: the largest, or those that matter in the metric."""
+    best = _largest(matrix, matrix.abs(), count)
+    if metric is not None:
+        scores = (matrix.abs() * metric.diagonal() ** (alpha / 2) for alpha in _EXPONENTS)
+        choices = [best, *(_largest(matrix, score, count) for score in scores)]
+        best = min(choices, key=lambda kept: float((((matrix - kept) @ metric) * (matrix - kept)).sum()))
+    return best
+
+
+def _largest(matrix: Tensor, scores: Tensor, count: int) -> Tensor:
+    """The matrix with all entries zero but those of the largest scores."""
+    kept = scores.flatten().topk(count).indices
+    sparse = torch.zeros_like(matrix).flatten()
+    sparse[kept] = matrix.flatten()[kept]
+    return sparse.reshape(matrix.shape)

@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from psm_core.errors import ParameterError
-from psm_core.factorization import Factor, Factorization, MatrixProduct
+from psm_core.factorization import Factor, Factorization, MatrixProduct, ShortcutProduct
 from psm_core.methods._joint import joint
 from psm_core.methods._palm4msa import ORDERS, hierarchical, palm4msa
 from psm_core.methods._sparsity_sets import CONSTRAINTS, set_size
@@ -20,6 +20,7 @@ from psm_core.methods.base import (
     matrix_shape,
     parameter,
 )
+from psm_core.methods.prune import pruned
 from psm_core.progress import Report
 from psm_core.sparse import SparseMatrix
 
@@ -33,8 +34,10 @@ class PSM(Method):
 
     `joint` (the default) has a budget of K·((Q − 1)·min + max) floats and spends it freely: the
     non-zeros go where they lower the error most, over rows, factors and a free inner dimension. Q
-    is the most factors it may use, and it uses one or two: in trials a third gained nothing. SVD
-    and pruning are special cases; it returns them, and says so, where they are best.
+    is the most factors it may use, and it uses one or two: in trials a third gained nothing. The
+    factor with W's smaller side ends in an identity, whose ones need not be stored: W ≈ (A + [0 I])·B
+    (`ShortcutProduct`), so that SVD, pruning and low-rank + sparse are special cases. It returns the
+    first two, and says so, where they are best.
 
     `palm4msa` and `hierarchical` are the published algorithms (Le Magoarou & Gribonval, IEEE JSTSP
     2016), with the constraint sets of PSM-nets (Giffon et al., IJCNN 2021): `splincol` keeps the K
@@ -47,7 +50,7 @@ class PSM(Method):
 
     name = "psm"
     title = "PSM"
-    version = 1
+    version = 2
     size_parameter = "K"
 
     K: float = parameter("non-zeros per row and per column of a factor", float, above=0.0)
@@ -119,22 +122,26 @@ class PSM(Method):
         shape = tuple(weight.shape)
         matrix = weight.reshape(matrix_shape(shape))
         common: dict[str, Any] = {
-            "Q": self.Q,
             "iterations": self.iterations,
             "tolerance": self.tolerance,
             "seed": self.seed,
             "report": report,
+            "metric": metric,
         }
-        if metric is not None:
-            common["metric"] = metric
-        if self.algorithm == "joint":
-            factors = joint(matrix, nonzeros=self.storage(shape), **common)
-        else:
+        family: type[MatrixProduct] = MatrixProduct
+        if self.algorithm != "joint":
             run = palm4msa if self.algorithm == "palm4msa" else hierarchical
-            factors = run(matrix, K=int(self.K), constraint=self.constraint, order=self.order, **common)
+            factors = run(
+                matrix, K=int(self.K), Q=self.Q, constraint=self.constraint, order=self.order, **common
+            )
+        elif self.Q == 1:
+            factors = [pruned(matrix, self.storage(shape), metric)]
+        else:
+            fit = joint(matrix, nonzeros=self.storage(shape), **common)
+            factors, family = fit.factors, ShortcutProduct if fit.ones else MatrixProduct
         # A factor without zeros needs no indices.
         stored: list[Factor] = [f if bool((f != 0).all()) else SparseMatrix.from_dense(f) for f in factors]
-        return MatrixProduct(self, shape, tuple(stored), note=self._note(stored))
+        return family(self, shape, tuple(stored), note=self._note(stored))
 
     def _note(self, factors: list[Factor]) -> str:
         """Which special case the joint fit came to, if it did."""

@@ -1,0 +1,258 @@
+"""The search behind the joint fit: two sparse factors, their support annealed, their values line-searched.
+
+    minimize  ‖(W − (A + [0 I])·B) M^½‖²_F   over A (m × k), B (k × n) with nnz(A) + nnz(B) ≤ N
+
+for a wide W (m ≤ n); for a tall one the ones are in the right factor, W ≈ A·(B + [0; I]). They are implied,
+not stored: low-rank + sparse, [U I]·[V; S], is then a point of the set at no extra cost, and the first
+factor may still share the rows of S among the rows of W.
+
+Around the current factors, with R = (W − Ŵ)M, an absent entry a_ik lowers the squared error by
+(R Bᵀ)_ik² / q_k, q_k = b_k M b_kᵀ, when it enters alone, and a present one is worth as much at the value
+that is best for it alone; b_kj likewise with p_k = ‖a_k‖² and AᵀR (M has a unit diagonal). All entries of
+both factors compete in one ranking for N places. Gains of absent ones are overrated by a factor γ that
+falls from above 1 to 0: bold exchanges first, none at the end. Between two exchanges each row of A, then
+each column of B (with a metric, in which columns depend on each other, all of B) makes one exact line
+search along its gradient, preconditioned by q and p.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from psm_core.methods._engine import Trace
+from psm_core.methods._operand import Operand
+
+_REST = 0.1  # budgets that go into the sparse part of the start
+_EXCHANGE = 0.95  # share of the iterations with exchanges
+_ENTRY = 0.5  # an entering entry takes this part of the value which is best for it alone
+_SAMPLE = 1 << 16  # scores that a threshold is estimated from
+_WORK = 1 << 32  # multiplications between two chances to report
+
+
+class Problem:
+    """A target W (m × n) of mean square 1, a metric M (n × n, unit diagonal) or none, and N places."""
+
+    def __init__(self, target: Tensor, metric: Tensor | None, nonzeros: int, trace: Trace) -> None:
+        self.target, self.metric, self.nonzeros, self.trace = target, metric, nonzeros, trace
+        self.tiny = torch.finfo(target.dtype).tiny
+        self.square = (target * self.seen(target)).sum().clamp_min(self.tiny)
+
+    def seen(self, matrix: Tensor) -> Tensor:
+        """``matrix`` (rows × n) times M."""
+        if self.metric is None:
+            return matrix
+        rows = max(_WORK // self.metric.numel(), 16) if matrix.is_cpu else len(matrix)
+        parts = []
+        for part in torch.split(matrix, rows):
+            parts.append(part @ self.metric)
+            self.trace.pulse()
+        return torch.cat(parts)
+
+    def gram(self, columns: Tensor) -> Tensor:
+        """W M Wᵀ times (m × r) columns."""
+        return self.target @ self.seen((self.target.mT @ columns).mT).mT
+
+    def error(self, rest: Tensor) -> Tensor:
+        """Relative error of an approximation that leaves this rest."""
+        return ((rest * self.seen(rest)).sum().clamp_min(0) / self.square).sqrt()
+
+
+class Pair:
+    """The factors Aᵀ (k × m) and B (k × n), ones included, and what they leave of the target."""
+
+    def __init__(self, problem: Problem, factors: list[Operand]) -> None:
+        self.problem, self.factors = problem, factors
+        rest = problem.target - factors[0].transposed.times(factors[1].dense())
+        self.pull = problem.seen(rest)  # R
+        self.square = (rest * self.pull).sum()
+
+    @property
+    def error(self) -> Tensor:
+        """Relative error, on its device."""
+        return (self.square.clamp_min(0) / self.problem.square).sqrt()
+
+    def downhill(self, side: int) -> Tensor:
+        """(R Bᵀ)ᵀ for side 0, (k × m), or Aᵀ R for side 1, (k × n); zero at the ones, which stay."""
+        slope = self.factors[1 - side].times(self.pull.mT if side == 0 else self.pull)
+        if side == self.side_of_ones:
+            self.ones(slope).zero_()
+        return slope
+
+    @property
+    def side_of_ones(self) -> int:
+        return 0 if self.problem.target.shape[0] <= self.problem.target.shape[1] else 1
+
+    def ones(self, factor: Tensor) -> Tensor:
+        """The places of the ones in the factor of their side, as a view."""
+        return factor[len(factor) - min(self.problem.target.shape) :].diagonal()
+
+    def weights(self, side: int) -> Tensor:
+        """q for side 0, p for side 1, (k,)."""
+        other = self.factors[1 - side]
+        if side == 0 and self.problem.metric is not None:
+            return (other.dense() * other.times(self.problem.metric)).sum(1)
+        return other.row_squares()
+
+    def improve(self, side: int) -> None:
+        """One exact line search for each row of A (side 0), or for each column of B or all of it (1)."""
+        own = self.factors[side]
+        slope = own.at_support(self.downhill(side)) * own.by_row(_inverse(self.weights(side)))
+        step = own.with_values(slope)
+        left, right = (step, self.factors[1]) if side == 0 else (self.factors[0], step)
+        change = left.transposed.times(right.dense())
+        seen = self.problem.seen(change)
+        gain, curvature = (change * self.pull).sum(1 - side), (change * seen).sum(1 - side)
+        if side == 1 and self.problem.metric is not None:
+            gain, curvature = gain.sum().expand_as(gain), curvature.sum()
+        length = gain / curvature.clamp_min(self.problem.tiny)
+        self.factors[side] = own.with_values(own.values + slope * own.by_column(length))
+        self.pull.addcmul_(seen, length.unsqueeze(1 - side), value=-1)
+        lost = (length * gain).sum() if curvature.dim() else length[0] * gain[0]
+        self.square = self.square - lost
+
+
+def search(
+    problem: Problem, start: list[Operand], iterations: int, boldness: float, tolerance: float
+) -> Pair:
+    """Anneal the support from ``start``, and fit the values. ``boldness`` is γ at the beginning.
+
+    Once the support is final, an iteration that lowers the error by less than the fraction ``tolerance``
+    of it ends the search.
+    """
+    exchanges = int(_EXCHANGE * iterations)
+    pair = Pair(problem, start)
+    previous = math.inf
+    for iteration in range(iterations):
+        if 0 < iteration <= exchanges:
+            gamma = boldness * (1 - iteration / (exchanges + 1))
+            pair = Pair(problem, _exchange(pair, gamma, is_last=iteration == exchanges))
+        previous, has_converged = _step(pair, previous, tolerance)
+        if has_converged and iteration > exchanges:
+            break
+    return pair
+
+
+def refit(pair: Pair, iterations: int, tolerance: float) -> Pair:
+    """Fit the values on the support as it is."""
+    previous = math.inf
+    for _ in range(iterations):
+        previous, has_converged = _step(pair, previous, tolerance)
+        if has_converged:
+            break
+    return pair
+
+
+def _step(pair: Pair, previous: float, tolerance: float) -> tuple[float, bool]:
+    """Improve both sides; the error if it was needed, and whether it fell by too little."""
+    pair.improve(0)
+    pair.improve(1)
+    error = pair.error
+    pair.problem.trace.add(error)
+    if tolerance <= 0:
+        return previous, False
+    return float(error), previous - float(error) < tolerance * previous
+
+
+def low_rank_plus_sparse(problem: Problem, low_rank: tuple[Tensor, Tensor]) -> list[Operand]:
+    """W ≈ U·V + S as factors Aᵀ (k × m) and B (k × n) of at most N entries beside the ones."""
+    U, V = low_rank
+    rest = torch.addmm(problem.target, U, V, alpha=-1)
+    count = math.ceil(_REST * problem.nonzeros)
+    sparse = rest.mul_(largest(rest.abs().flatten(), count).view_as(rest))
+    m, n = rest.shape
+    eye = torch.eye(min(m, n), dtype=rest.dtype, device=rest.device)
+    halves = [eye, sparse] if m <= n else [sparse.mT, eye]
+    factors = [torch.cat([thin, half]) for thin, half in zip((U.mT, V), halves, strict=True)]
+    squares = [factor.square().sum(1, keepdim=True) for factor in reversed(factors)]
+    scores = [factor.square().mul_(square) for factor, square in zip(factors, squares, strict=True)]
+    ones = [score[len(V) :].diagonal() for score in scores][0 if m <= n else 1]
+    ones.zero_()
+    keeps = _split(largest(torch.cat([score.flatten() for score in scores]), problem.nonzeros), scores)
+    keeps[0 if m <= n else 1][len(V) :].diagonal().fill_(True)
+    pulse = problem.trace.pulse
+    return [Operand.of(factor, pulse, keep) for factor, keep in zip(factors, keeps, strict=True)]
+
+
+def _exchange(pair: Pair, gamma: float, is_last: bool) -> list[Operand]:
+    """The factors on the N places that the ranking gives now; the pair given is used up."""
+    problem, places = pair.problem, pair.side_of_ones
+    weights = [pair.weights(side) for side in (0, 1)]
+    sizes = [factor.row_squares() for factor in pair.factors]
+    bests = []
+    for side, own in enumerate(pair.factors):
+        best = pair.downhill(side).mul_(gamma**0.5 * _inverse(weights[side])[:, None])
+        bests.append(own.put_into(best, own.values + own.at_support(best) / gamma**0.5))
+    pair.ones(bests[places]).zero_()  # no rivals for a place
+    del pair.pull
+    if is_last:
+        scores = [best.square().mul_(weight[:, None]) for best, weight in zip(bests, weights, strict=True)]
+        keeps = _split(largest(torch.cat([score.flatten() for score in scores]), problem.nonzeros), scores)
+        del scores
+    else:
+        threshold = _threshold(bests, weights, problem.nonzeros)
+        bars = [(threshold / weight.clamp_min(problem.tiny)).sqrt()[:, None] for weight in weights]
+        keeps = [best.abs() > bar for best, bar in zip(bests, bars, strict=True)]
+    pair.ones(keeps[places]).fill_(True)
+
+    def place(side: int, best: Tensor) -> Tensor:
+        """Entering entries as they are in ``best``, and what stays of the present ones."""
+        return pair.factors[side].put_into(best, pair.factors[side].values).mul_(keeps[side])
+
+    entering = [place(side, best.mul_(_ENTRY / gamma**0.5)) for side, best in enumerate(bests)]
+    # Both sides of a unit that grows at once would overshoot: what enters is scaled by the growth.
+    grown = [factor.square().sum(1) for factor in entering]
+    shrink = [(sizes[1 - side] * _inverse(grown[1 - side])).clamp_max(1) for side in (0, 1)]
+    factors = [place(side, factor.mul_(shrink[side][:, None])) for side, factor in enumerate(entering)]
+    return [
+        Operand.of(*pair_, keep)
+        for pair_, keep in zip(((f, problem.trace.pulse) for f in factors), keeps, strict=True)
+    ]
+
+
+def _threshold(bests: list[Tensor], weights: list[Tensor], count: int) -> Tensor:
+    """A score that about ``count`` of all scores best²·weight exceed, from a sample of them."""
+    total = sum(best.numel() for best in bests)
+    stride = max(1, total // _SAMPLE)
+    samples = []
+    for best, weight in zip(bests, weights, strict=True):
+        rows = torch.arange(0, best.numel(), stride, device=best.device) // best.shape[1]
+        samples.append(best.flatten()[::stride].square() * weight[rows])
+    sample = torch.cat(samples)
+    rank = max(1, len(sample) - round(count * len(sample) / total))
+    return sample.kthvalue(rank).values
+
+
+def largest(score: Tensor, count: int) -> Tensor:
+    """Mask of the ``count`` largest of a vector of scores, never more, zeros excluded."""
+    if count >= len(score):
+        return score > 0
+    stride = len(score) // _SAMPLE
+    keep = torch.zeros_like(score, dtype=torch.bool)
+    near, missing = None, count
+    if stride > 1:  # only what is near the threshold of a sample is sorted
+        sample = score[::stride].sort().values
+        rank, spread = round(count / stride), round(4 * math.sqrt(count / stride)) + 1
+        high = sample[max(len(sample) - rank + spread, 0)] if rank > spread else torch.inf
+        low = sample[max(len(sample) - rank - spread, 0)]
+        keep = score > high
+        near = ((score > low) & ~keep).nonzero().squeeze(1)
+        missing = count - int(keep.sum())
+    if near is None or not 0 <= missing <= len(near):
+        keep.zero_()
+        keep[score.topk(count, sorted=False).indices] = True
+    else:
+        keep[near[score[near].topk(missing, sorted=False).indices]] = True
+    return keep.logical_and_(score > 0)
+
+
+def _split(keep: Tensor, like: list[Tensor]) -> list[Tensor]:
+    parts = torch.split(keep, [matrix.numel() for matrix in like])
+    return [part.view_as(matrix) for part, matrix in zip(parts, like, strict=True)]
+
+
+def _inverse(weight: Tensor) -> Tensor:
+    """1/weight, zero for units that are empty."""
+    return torch.where(weight > 0, 1 / weight.clamp_min(torch.finfo(weight.dtype).tiny), 0.0)
