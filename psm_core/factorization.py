@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from psm_core.network.calibration import Calibration
 
 Factor = Tensor | SparseMatrix
+_ROWS = 256  # compared at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +68,13 @@ class Factorization(ABC):
 
     def relative_error(self, weight: Tensor) -> float:
         """‖W − Ŵ‖_F / ‖W‖_F, computed in float64 from `reconstruct()`; 0 where both are zero."""
-        dense = weight.detach().to("cpu", torch.float64)
-        difference = float((dense - self.reconstruct().to("cpu", torch.float64)).norm())
-        return _ratio(difference, float(dense.norm()))
+        dense, approximation = weight.detach(), self.reconstruct()
+        lost, norm = 0.0, 0.0
+        for rows, others in zip(torch.split(dense, _ROWS), torch.split(approximation, _ROWS), strict=True):
+            exact = rows.to("cpu", torch.float64)
+            norm = math.hypot(norm, float(exact.norm()))
+            lost = math.hypot(lost, float((exact - others.to("cpu", torch.float64)).norm()))
+        return _ratio(lost, norm)
 
     def output_error(self, weight: Tensor, calibration: Calibration) -> float:
         """‖(W − Ŵ) C^½‖_F / ‖W C^½‖_F with C the second moment of the layer's inputs, in float64.

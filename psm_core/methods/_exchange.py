@@ -65,7 +65,7 @@ class Pair:
 
     def __init__(self, problem: Problem, factors: list[Operand]) -> None:
         self.problem, self.factors = problem, factors
-        rest = problem.target - factors[0].transposed.times(factors[1].dense())
+        rest = factors[0].transposed.times(factors[1].dense()).neg_().add_(problem.target)
         self.pull = problem.seen(rest)  # R
         self.square = (rest * self.pull).sum()
 
@@ -158,20 +158,25 @@ def _step(pair: Pair, previous: float, tolerance: float) -> tuple[float, bool]:
 
 def low_rank_plus_sparse(problem: Problem, low_rank: tuple[Tensor, Tensor]) -> list[Operand]:
     """W ≈ U·V + S as factors Aᵀ (k × m) and B (k × n) of at most N entries beside the ones."""
-    U, V = low_rank
-    rest = torch.addmm(problem.target, U, V, alpha=-1)
-    count = math.ceil(_REST * problem.nonzeros)
-    sparse = rest.mul_(largest(rest.abs().flatten(), count).view_as(rest))
-    m, n = rest.shape
+    m, n = problem.target.shape
+    rest = torch.addmm(problem.target, *low_rank, alpha=-1)
+    rest.mul_(largest(rest, math.ceil(_REST * problem.nonzeros)))
     eye = torch.eye(min(m, n), dtype=rest.dtype, device=rest.device)
-    halves = [eye, sparse] if m <= n else [sparse.mT, eye]
-    factors = [torch.cat([thin, half]) for thin, half in zip((U.mT, V), halves, strict=True)]
-    squares = [factor.square().sum(1, keepdim=True) for factor in reversed(factors)]
-    scores = [factor.square().mul_(square) for factor, square in zip(factors, squares, strict=True)]
-    ones = [score[len(V) :].diagonal() for score in scores][0 if m <= n else 1]
-    ones.zero_()
-    keeps = _split(largest(torch.cat([score.flatten() for score in scores]), problem.nonzeros), scores)
-    keeps[0 if m <= n else 1][len(V) :].diagonal().fill_(True)
+    halves = (eye, rest) if m <= n else (rest.mT, eye)
+    factors = [
+        torch.cat([thin, half]).contiguous()
+        for thin, half in zip((low_rank[0].mT, low_rank[1]), halves, strict=True)
+    ]
+    del rest, eye, halves
+    problem.trace.pulse()
+    weights = [_row_squares(factor) for factor in reversed(factors)]
+    places = 0 if m <= n else 1
+    ones = factors[places][len(factors[places]) - min(m, n) :].diagonal()
+    ones.zero_()  # no rivals for a place
+    keeps = ranked(factors, weights, problem.nonzeros)
+    ones.fill_(1.0)
+    problem.trace.pulse()
+    keeps[places][len(factors[places]) - min(m, n) :].diagonal().fill_(True)
     pulse = problem.trace.pulse
     return [Operand.of(factor, pulse, keep) for factor, keep in zip(factors, keeps, strict=True)]
 
@@ -187,23 +192,17 @@ def _exchange(pair: Pair, gamma: float, is_last: bool) -> list[Operand]:
         bests.append(own.put_into(best, own.values + own.at_support(best) / gamma**0.5))
     pair.ones(bests[places]).zero_()  # no rivals for a place
     del pair.pull
-    if is_last:
-        scores = [best.square().mul_(weight[:, None]) for best, weight in zip(bests, weights, strict=True)]
-        keeps = _split(largest(torch.cat([score.flatten() for score in scores]), problem.nonzeros), scores)
-        del scores
-    else:
-        threshold = _threshold(bests, weights, problem.nonzeros)
-        bars = [(threshold / weight.clamp_min(problem.tiny)).sqrt()[:, None] for weight in weights]
-        keeps = [best.abs() > bar for best, bar in zip(bests, bars, strict=True)]
+    keeps = ranked(bests, weights, problem.nonzeros, is_exact=is_last)
     pair.ones(keeps[places]).fill_(True)
 
     def place(side: int, best: Tensor) -> Tensor:
         """Entering entries as they are in ``best``, and what stays of the present ones."""
+        problem.trace.pulse()
         return pair.factors[side].put_into(best, pair.factors[side].values).mul_(keeps[side])
 
     entering = [place(side, best.mul_(_ENTRY / gamma**0.5)) for side, best in enumerate(bests)]
     # Both sides of a unit that grows at once would overshoot: what enters is scaled by the growth.
-    grown = [factor.square().sum(1) for factor in entering]
+    grown = [_row_squares(factor) for factor in entering]
     shrink = [(sizes[1 - side] * _inverse(grown[1 - side])).clamp_max(1) for side in (0, 1)]
     factors = [place(side, factor.mul_(shrink[side][:, None])) for side, factor in enumerate(entering)]
     return [
@@ -212,45 +211,65 @@ def _exchange(pair: Pair, gamma: float, is_last: bool) -> list[Operand]:
     ]
 
 
-def _threshold(bests: list[Tensor], weights: list[Tensor], count: int) -> Tensor:
-    """A score that about ``count`` of all scores best²·weight exceed, from a sample of them."""
-    total = sum(best.numel() for best in bests)
+def largest(matrix: Tensor, count: int) -> Tensor:
+    """Mask of the ``count`` largest magnitudes, never more, zeros excluded."""
+    return ranked([matrix], [matrix.new_ones(len(matrix))], count)[0]
+
+
+def ranked(values: list[Tensor], weights: list[Tensor], count: int, is_exact: bool = True) -> list[Tensor]:
+    """Masks of the ``count`` entries of largest value²·weight, a weight for each row; zeros excluded.
+
+    From a sample of the scores one knows about where the threshold is; only entries that may be on either
+    side of it are sorted. If not ``is_exact``, the threshold is that of the sample.
+    """
+    total = sum(matrix.numel() for matrix in values)
+    if count >= total:
+        return [matrix != 0 for matrix in values]
     stride = max(1, total // _SAMPLE)
     samples = []
-    for best, weight in zip(bests, weights, strict=True):
-        rows = torch.arange(0, best.numel(), stride, device=best.device) // best.shape[1]
-        samples.append(best.flatten()[::stride].square() * weight[rows])
-    sample = torch.cat(samples)
-    rank = max(1, len(sample) - round(count * len(sample) / total))
-    return sample.kthvalue(rank).values
+    for matrix, weight in zip(values, weights, strict=True):
+        rows = torch.arange(0, matrix.numel(), stride, device=matrix.device) // matrix.shape[1]
+        samples.append(matrix.flatten()[::stride].square() * weight[rows])
+    sample = torch.cat(samples).sort().values
+    rank = round(count * len(sample) / total)
+    if not is_exact:
+        return _above(values, weights, sample[len(sample) - max(rank, 1)])
+    spread = round(4 * math.sqrt(rank)) + 2 if stride > 1 else 0
+    top = torch.full_like(sample[0], torch.inf)
+    high = sample[len(sample) - rank + spread] if rank > spread else top
+    low = sample[max(len(sample) - rank - spread, 0)]
+    for least, most in ((low, high), (torch.zeros_like(top), top)):
+        keeps, maybe = _above(values, weights, most), _above(values, weights, least)
+        near = [(new & ~keep).flatten().nonzero().squeeze(1) for new, keep in zip(maybe, keeps, strict=True)]
+        missing = count - sum(int(keep.count_nonzero()) for keep in keeps)
+        if 0 <= missing <= sum(len(places) for places in near):
+            break
+    scores = torch.cat(
+        [
+            matrix.reshape(-1)[places].square() * weight[places // matrix.shape[1]]
+            for matrix, weight, places in zip(values, weights, near, strict=True)
+        ]
+    )
+    chosen = torch.zeros_like(scores, dtype=torch.bool)
+    chosen[scores.topk(min(missing, len(scores)), sorted=False).indices] = True
+    for keep, places, part in zip(keeps, near, torch.split(chosen, [len(p) for p in near]), strict=True):
+        keep.view(-1)[places] = part
+    return keeps
 
 
-def largest(score: Tensor, count: int) -> Tensor:
-    """Mask of the ``count`` largest of a vector of scores, never more, zeros excluded."""
-    if count >= len(score):
-        return score > 0
-    stride = len(score) // _SAMPLE
-    keep = torch.zeros_like(score, dtype=torch.bool)
-    near, missing = None, count
-    if stride > 1:  # only what is near the threshold of a sample is sorted
-        sample = score[::stride].sort().values
-        rank, spread = round(count / stride), round(4 * math.sqrt(count / stride)) + 1
-        high = sample[max(len(sample) - rank + spread, 0)] if rank > spread else torch.inf
-        low = sample[max(len(sample) - rank - spread, 0)]
-        keep = score > high
-        near = ((score > low) & ~keep).nonzero().squeeze(1)
-        missing = count - int(keep.sum())
-    if near is None or not 0 <= missing <= len(near):
-        keep.zero_()
-        keep[score.topk(count, sorted=False).indices] = True
-    else:
-        keep[near[score[near].topk(missing, sorted=False).indices]] = True
-    return keep.logical_and_(score > 0)
+def _above(values: list[Tensor], weights: list[Tensor], threshold: Tensor) -> list[Tensor]:
+    """Masks of the entries whose value²·weight exceeds a threshold."""
+    masks = []
+    for matrix, weight in zip(values, weights, strict=True):
+        bar = (threshold * _inverse(weight)).sqrt()
+        bar = torch.where(weight > 0, bar, torch.inf)[:, None]
+        masks.append(((matrix > bar) | (matrix < -bar)).contiguous())
+    return masks
 
 
-def _split(keep: Tensor, like: list[Tensor]) -> list[Tensor]:
-    parts = torch.split(keep, [matrix.numel() for matrix in like])
-    return [part.view_as(matrix) for part, matrix in zip(parts, like, strict=True)]
+def _row_squares(matrix: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(matrix, dim=1)
+    return norms.square()
 
 
 def _inverse(weight: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from psm_core.progress import Report
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the budget in the low-rank part: pruning, sums, SVD
 _EXACT_SIDE = 1024  # side up to which all eigenvectors are computed, and the leading ones taken
+_COLUMNS = 64  # of a block between two chances to report
 _CLIPS = (4.0, 1.0)  # largest eigenvalue of the metric of the search; the next where a fit fails
 _REFIT = 0.5  # iterations on the final support, in the full metric, for each one of the search
 
@@ -40,18 +41,6 @@ class JointFit:
     factors: list[Tensor]
     ones: bool = False
 
-    def product(self) -> Tensor:
-        """The approximation, (m × n)."""
-        if len(self.factors) == 1:
-            return self.factors[0]
-        left, right = self.factors
-        product = left @ right
-        if self.ones and len(product) <= product.shape[1]:
-            product += right[len(right) - len(product) :]
-        elif self.ones:
-            product += left[:, len(right) - product.shape[1] :]
-        return product
-
 
 def joint(
     target: Tensor, *, nonzeros: int, iterations: int, tolerance: float, seed: int, report: Report,
@@ -62,10 +51,10 @@ def joint(
 
     ``metric`` is a symmetric positive semi-definite C (n × n); its scale does not matter. Errors, the
     reported ones included, are then ‖(W − Ŵ)C^½‖_F / ‖WC^½‖_F (during a search, in the metric it searches
-    in). ``report(iteration, total, relative_error)`` may raise to stop the fit. Once the support is final,
-    an iteration that lowers the error by less than the fraction ``tolerance`` of it ends the fit.
+    in). ``target`` is overwritten. ``report(iteration, total, relative_error)`` may raise to stop the fit.
+    Once the support is final, an iteration that lowers the error by less than the fraction ``tolerance``
+    of it ends the fit.
     """
-    target = target.detach()
     info = torch.finfo(target.dtype)
     trace = Trace(report, iterations)
     widths = torch.ones_like(target[0])  # of the columns, in the metric
@@ -73,13 +62,12 @@ def joint(
         widths, metric = _unit_diagonal(metric)
     else:
         metric = None
-    unit = target * widths
+    unit = target.detach().contiguous().mul_(widths)
     top = unit.abs().amax().clamp_min(info.tiny)
-    unit /= top
-    unit *= unit.abs() > info.eps**2  # far below rounding: only a source of denormals
-    size = unit.square().mean().sqrt().clamp_min(info.tiny)
-    unit /= size
-    root = size.sqrt() * top.sqrt()  # size·top itself could overflow
+    unit.mul_(unit.abs() > top * info.eps**2)  # far below rounding: only a source of denormals
+    exponent = torch.linalg.vector_norm(unit / top).div(math.sqrt(unit.numel())).mul(top).log2().round()
+    scale = torch.where(unit.any(), exponent, 0).exp2()  # a power of two: the entries stay exact
+    unit.div_(scale)
     problem = Problem(unit, metric, nonzeros, trace)
     random = torch.Generator().manual_seed(seed)
 
@@ -88,7 +76,7 @@ def joint(
     low_rank = _low_rank(problem, rank, random)
     errors = {}
     for share in _SHARES if rank else (0.0,):
-        errors[share] = float(problem.error(unit - _sum(problem, low_rank, share).product()))
+        errors[share] = float(_sum_error(problem, low_rank, share))
         trace.pulse(min(errors.values()))
     share = min(errors, key=errors.__getitem__)
     error = bar = errors[share]
@@ -108,13 +96,13 @@ def joint(
             pair = search(within, low_rank_plus_sparse(within, low_rank), iterations, boldness, tolerance)
             if refits:
                 pair = refit(Pair(problem, pair.factors), refits, tolerance)
-            found = _unpadded(pair)
-            if (loss := float(problem.error(unit - found.product()))) < error:
-                best, error = found, loss
+            if (loss := float(pair.error)) < error:
+                best, error = _unpadded(pair), loss
+            del pair
             if error < bar:
                 break  # else too bold for so small a support: once more, with care
     trace.flush()
-    return _rescaled(best or _sum(problem, low_rank, share), root, widths, target)
+    return _rescaled(best or _sum(problem, low_rank, share), scale, widths)
 
 
 def _unit_diagonal(metric: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,15 +123,23 @@ def _leading(
     Tropp, SIAM Review 2011), in pieces between which the trace reports.
     """
     side = len(like)
-    rank = min(rank, side)
-    if side <= _EXACT_SIDE or rank > side // 2:
-        values, vectors = torch.linalg.eigh(times(torch.eye(side, dtype=like.dtype, device=like.device)))
+    rank = min(rank, side if side <= _EXACT_SIDE else side // 2)
+
+    def image(basis: Tensor) -> Tensor:
+        parts = []
+        for part in torch.split(basis, _COLUMNS, dim=1):
+            parts.append(times(part))
+            trace.pulse()
+        return torch.cat(parts, 1)
+
+    if side <= _EXACT_SIDE:
+        values, vectors = torch.linalg.eigh(image(torch.eye(side, dtype=like.dtype, device=like.device)))
         return values.flip(0)[:rank], vectors.flip(1)[:, :rank]
-    basis = torch.randn(side, min(rank + 16, side), generator=random, dtype=torch.float64).to(like)
+    basis = torch.randn(side, rank + 16, generator=random, dtype=torch.float64).to(like)
     for _ in range(4):
-        basis = torch.linalg.qr(torch.cat([times(part) for part in torch.split(basis, 64, dim=1)], 1)).Q
+        basis = torch.linalg.qr(image(basis)).Q
         trace.pulse()
-    values, turn = torch.linalg.eigh(basis.mT @ times(basis))
+    values, turn = torch.linalg.eigh(basis.mT @ image(basis))
     return values.flip(0)[:rank], (basis @ turn.flip(1))[:, :rank]
 
 
@@ -167,25 +163,43 @@ def _low_rank(problem: Problem, rank: int, random: torch.Generator) -> tuple[Ten
     if rank == 0:
         return target[:, :0], target[:0]
     _, basis = _leading(times, wide, rank, random, problem.trace)
-    if problem.metric is None:  # sharpened by one step on W itself, as its squares lose half of the digits
+    problem.trace.pulse()
+    if problem.metric is None and len(wide) <= _EXACT_SIDE:  # squares lose half of the digits: one step on W
         basis = torch.linalg.qr(wide @ (wide.mT @ basis)).Q
     other = basis.mT @ wide
+    problem.trace.pulse()
     roots = torch.linalg.vector_norm(other, dim=1).sqrt()
     left, right = basis * roots, other * _inverse(roots)[:, None]
     return (right.mT, left.mT) if flip else (left, right)
 
 
-def _sum(problem: Problem, low_rank: tuple[Tensor, Tensor], share: float) -> JointFit:
-    """Low-rank + sparse, the low-rank part with this share of the places."""
-    m, n = problem.target.shape
-    rank = min(int(share * problem.nonzeros / (m + n)), low_rank[0].shape[1])
+def _split(problem: Problem, low_rank: tuple[Tensor, Tensor], share: float) -> tuple[Tensor, Tensor, Tensor]:
+    """W ≈ U·V + S with this share of the places for U and V: U, V and what these leave of W, for S."""
+    rank = min(int(share * problem.nonzeros / sum(problem.target.shape)), low_rank[0].shape[1])
     left, right = low_rank[0][:, :rank], low_rank[1][:rank]
+    return left, right, torch.addmm(problem.target, left, right, alpha=-1)
+
+
+def _places_left(problem: Problem, left: Tensor) -> int:
+    return problem.nonzeros - left.shape[1] * sum(problem.target.shape)
+
+
+def _sum_error(problem: Problem, low_rank: tuple[Tensor, Tensor], share: float) -> Tensor:
+    left, _, rest = _split(problem, low_rank, share)
+    if share < 1:
+        rest *= ~largest(rest, _places_left(problem, left))
+    return problem.error(rest)
+
+
+def _sum(problem: Problem, low_rank: tuple[Tensor, Tensor], share: float) -> JointFit:
+    """Low-rank + sparse as a product; one of the two alone where the other is empty."""
+    left, right, rest = _split(problem, low_rank, share)
     if share == 1:
         return JointFit([left, right])
-    rest = torch.addmm(problem.target, left, right, alpha=-1) if rank else problem.target
-    rest = rest * largest(rest.abs().flatten(), problem.nonzeros - rank * (m + n)).view_as(rest)
-    if rank == 0:
+    rest *= largest(rest, _places_left(problem, left))
+    if left.shape[1] == 0:
         return JointFit([rest])
+    m, n = rest.shape
     none = rest.new_zeros(min(m, n), min(m, n))
     if m <= n:
         return JointFit([torch.cat([left, none], 1), torch.cat([right, rest])], ones=True)
@@ -194,39 +208,39 @@ def _sum(problem: Problem, low_rank: tuple[Tensor, Tensor], share: float) -> Joi
 
 def _unpadded(pair: Pair) -> JointFit:
     """The factors without their ones and without empty units; of equal size in each unit without a one."""
-    left, right = (factor.dense() for factor in pair.factors)
-    pair.ones((left, right)[pair.side_of_ones]).zero_()
     count = min(pair.problem.target.shape)
-    free = len(left) - count
-    sizes = [torch.linalg.vector_norm(factor[:free], dim=1) for factor in (left, right)]
+    side = pair.side_of_ones
+    del pair.pull
+    factors = [factor.dense() for factor in pair.factors]
+    pair.ones(factors[side]).zero_()
+    free = len(factors[0]) - count
+    sizes = [torch.linalg.vector_norm(factor[:free], dim=1) for factor in factors]
     used = (sizes[0] > 0) & (sizes[1] > 0)
-    balance = (sizes[1][used] / sizes[0][used]).sqrt()[:, None]
-    left = torch.cat([left[:free][used] * balance, left[free:]])
-    right = torch.cat([right[:free][used] / balance, right[free:]])
-    other = right if pair.side_of_ones == 0 else left
-    if other[len(other) - count :].any():
-        return JointFit([left.mT.contiguous(), right], ones=True)
-    return JointFit([left[: len(left) - count].mT.contiguous(), right[: len(right) - count]])
+    has_ones = bool(factors[1 - side][free:].any())
+    kept = torch.cat([used, torch.full((count,), has_ones, device=used.device)])
+    for i, (own, other) in enumerate((sizes, sizes[::-1])):
+        factors[i][:free] *= (other * _inverse(own)).sqrt()[:, None]
+        factors[i] = factors[i][kept]
+    return JointFit([factors[0].mT, factors[1]], has_ones)
 
 
-def _rescaled(fit: JointFit, root: Tensor, widths: Tensor, target: Tensor) -> JointFit:
-    """The fit of the target, from that of its normalised form; root² is the size, √C_jj the widths."""
+def _rescaled(fit: JointFit, scale: Tensor, widths: Tensor) -> JointFit:
+    """The fit of the target, from that of the target in units of ``scale`` and of the ``widths`` of its
+    columns. The ones stay ones: the scale of their units goes to the other factor."""
     if len(fit.factors) == 1:
-        return JointFit([target * (fit.factors[0] != 0)])
+        return JointFit([fit.factors[0].mul_(scale).div_(widths)])
     left, right = fit.factors
-    if not fit.ones:
-        return JointFit([left * root, right * root / widths])
-    m, n = target.shape
-    free = left.shape[1] - min(m, n)
-    right = right / widths
-    # The ones stay ones: the size of their units goes to the other factor.
-    if m <= n:
-        left = torch.cat([left[:, :free] * root, left[:, free:]], 1)
-        right = torch.cat([right[:free] * root, right[free:] * root * root])
-    else:
-        left = torch.cat([left[:, :free] * root, left[:, free:] * root * root / widths], 1)
-        right = torch.cat([right[:free] * root, right[free:] * widths[:, None]])
-    return JointFit([left, right], ones=True)
+    right = right.div_(widths)
+    root = scale.sqrt()
+    free = left.shape[1] - (min(len(left), right.shape[1]) if fit.ones else 0)
+    left[:, :free] *= root
+    right[:free] *= root
+    if fit.ones and len(left) <= right.shape[1]:
+        right[free:] *= scale
+    elif fit.ones:
+        left[:, free:] *= scale / widths
+        right[free:] *= widths[:, None]
+    return JointFit([left.contiguous(), right], fit.ones)
 
 
 def _inverse(size: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ Pulse = Callable[[], None]
 _SPARSE = 1 / 5  # density below which a CPU multiplies faster by compressed rows
 _LEAST = 1 << 15  # entries below which the calls take longer than dense products
 _COMPRESSED_WORK, _DENSE_WORK = 1 << 28, 1 << 32  # multiplications between two pulses: some 0.2 s
+_CACHE = 1 << 18  # entries of X that a core's cache holds
 
 
 class Operand:
@@ -117,8 +118,12 @@ class Operand:
     def times(self, other: Tensor) -> Tensor:
         """S @ ``other``."""
         rows, width = self.shape[0], other.shape[1]
-        most = _DENSE_WORK if self.columns is None else _COMPRESSED_WORK
-        step = max(most // max(self.values.numel(), 1), 16) if other.is_cpu else width
+        step = width
+        if self.columns is not None:
+            work = _COMPRESSED_WORK // max(self.values.numel(), 1)
+            step = max(min(work, _CACHE // max(self.shape[1], 1)), 64)
+        elif other.is_cpu:
+            step = max(_DENSE_WORK // max(self.values.numel(), 1), 16)
         if step >= width:
             product = self._times(other)
             self.pulse()

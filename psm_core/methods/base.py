@@ -236,7 +236,7 @@ class Method(ABC):
 
     @abstractmethod
     def _factorize(self, weight: Tensor, report: Report, metric: Tensor | None) -> Factorization:
-        """Factorize a finite weight of which the largest entry lies in [1, 2).
+        """Factorize a finite weight of which the largest entry lies in [1, 2): a copy, to be overwritten.
 
         `metric` is None, or the positive definite (n, n) matrix M, n = in·kh·kw, that errors are to be
         measured in: ‖(W − Ŵ) M^½‖_F, of the weight's type and on its device. The factors must not be
