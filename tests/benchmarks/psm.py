@@ -5,7 +5,8 @@ with its bar. Rivals of the same layer and budget run in turn; what is short run
 median counts. `--quick` takes fewer layers, budgets and repetitions.
 
 Run it on a quiet machine. Where other programs hold a core, threads wait for each other: pyfaust, which joins
-them often, then takes up to ten times as long. `--threads 1` compares fairly on a machine in use.
+them often, then takes up to ten times as long. `--threads 1` compares fairly on a machine in use: it counts
+the seconds of the processor, not those of the clock.
 """
 
 from __future__ import annotations
@@ -83,13 +84,14 @@ def timed(jobs: dict[str, Job], scale: Scale) -> Iterator[tuple[str, float, tupl
     """All jobs once, then the short ones again and again, in turn: name, median of the seconds, measures."""
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     measures = {}
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     for turn in range(scale.repeats):
         for name, job in jobs.items():
             if turn and seconds[name][0] > scale.short:
                 continue
-            start = time.perf_counter()
+            start = clock()
             result = job.run()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
             if not turn:
                 measures[name] = job.measure(result)
     for name in jobs:
@@ -220,12 +222,12 @@ def ratios(rows: list[Row]) -> None:
         for method, theirs in found.items():
             if method.startswith(PYFAUST):
                 ours = found[method.replace(PYFAUST, PALM)]
-                same.append(
-                    (ours.error / theirs.error, ours.seconds / theirs.seconds, f"{name}, {method[-3:]}")
-                )
+                pair = ours.error / theirs.error, ours.seconds / theirs.seconds
+                same.append((*pair, f"{name}, {method[-3:]}", ours.layer.trained))
                 print(f"    {same[-1][2]:84}{same[-1][0]:8.3f}{same[-1][1]:8.3f}")
     print(verdict("(d) error, largest", max(same)[0], 1.01) + f"   ({max(same)[2]})")
-    print(verdict("(d) time, geometric mean", mean(pair[1] for pair in same), 1 / 6))
+    times = [pair[1] for pair in same if pair[3]]
+    print(verdict(f"(d) time, geometric mean of {len(times)} of trained layers", mean(times), 1 / 6))
 
 
 def main(arguments: list[str]) -> int:
@@ -245,8 +247,8 @@ def main(arguments: list[str]) -> int:
     scale = QUICK if quick else FULL
     start = time.monotonic()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads of {os.cpu_count()} cores")
-    if (busy := psutil.cpu_percent(2.0)) > 10:
-        print(f"{busy:.0f} % of the machine is in use: do not trust the times of more than one thread")
+    if (busy := psutil.cpu_percent(2.0)) > 10 and torch.get_num_threads() > 1:
+        print(f"{busy:.0f} % of the machine is in use: times are not to be trusted; try --threads 1")
     layers = collect(quick)
     # First calls load libraries and start threads.
     warm = Layer("", torch.randn(64, 128))
