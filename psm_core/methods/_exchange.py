@@ -22,13 +22,13 @@ import math
 import torch
 from torch import Tensor
 
-from psm_core.methods._engine import Trace
 from psm_core.methods._operand import Operand
+from psm_core.methods._trace import Trace
 
 _REST = 0.1  # budgets that go into the sparse part of the start
 _EXCHANGE = 0.95  # share of the iterations with exchanges
 _ENTRY = 0.5  # an entering entry takes this part of the value which is best for it alone
-_SAMPLE = 1 << 16  # scores that a threshold is estimated from
+_SAMPLE = 1 << 15  # scores that a threshold is estimated from
 _WORK = 1 << 32  # multiplications between two chances to report
 
 
@@ -225,15 +225,16 @@ def ranked(values: list[Tensor], weights: list[Tensor], count: int, is_exact: bo
     total = sum(matrix.numel() for matrix in values)
     if count >= total:
         return [matrix != 0 for matrix in values]
-    stride = max(1, total // _SAMPLE)
+    stride = -(-total // _SAMPLE)
     samples = []
     for matrix, weight in zip(values, weights, strict=True):
         rows = torch.arange(0, matrix.numel(), stride, device=matrix.device) // matrix.shape[1]
         samples.append(matrix.flatten()[::stride].square() * weight[rows])
-    sample = torch.cat(samples).sort().values
+    sample = torch.cat(samples)
     rank = round(count * len(sample) / total)
     if not is_exact:
-        return _above(values, weights, sample[len(sample) - max(rank, 1)])
+        return _above(values, weights, sample.kthvalue(len(sample) - max(rank, 1) + 1).values)
+    sample = sample.sort().values
     spread = round(4 * math.sqrt(rank)) + 2 if stride > 1 else 0
     top = torch.full_like(sample[0], torch.inf)
     high = sample[len(sample) - rank + spread] if rank > spread else top

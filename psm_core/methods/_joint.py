@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from psm_core.methods._engine import Trace
 from psm_core.methods._exchange import Pair, Problem, largest, low_rank_plus_sparse, refit, search
+from psm_core.methods._trace import Trace
 from psm_core.progress import Report
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the budget in the low-rank part: pruning, sums, SVD

@@ -3,9 +3,10 @@
     minimize  ‖(W − λ·S₁S₂…S_Q) C^½‖²_F   over λ and S_q ∈ E_q,   W of shape m × n, m ≤ n,
 
 where S₁ … S_{Q−1} are m × m and S_Q is m × n (a tall W is transposed first), and C is the identity or the
-second moment of the layer's inputs. Each factor in turn takes a gradient step of length 1/c, c slightly
-above λ²‖L‖₂²‖R C Rᵀ‖₂ (L, R: the products of the factors on its left and right), and is projected onto
-its sparsity set E_q; then λ = ⟨W, P⟩ / ‖P‖², P = S₁…S_Q, in the inner product of C.
+second moment of the layer's inputs. Each factor in turn takes a gradient step of length 1/c and is
+projected onto its sparsity set E_q; c is slightly above λ²‖L‖₂²‖R C Rᵀ‖₂ (L, R: the products of the factors
+on its left and right), the norms estimated by warm-started power iteration. Then λ = ⟨W, P⟩ / ‖P‖²,
+P = S₁…S_Q, in the inner product of C.
 
 Sources: Le Magoarou & Gribonval, "Flexible multilayer sparse approximations of matrices and
 applications", IEEE JSTSP 2016; Giffon et al., "PSM-nets", IJCNN 2021 (the union constraint, and the
@@ -19,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from psm_core.methods._engine import Trace
 from psm_core.methods._operand import Operand
 from psm_core.methods._sparsity_sets import TRANSPOSED, project, support
+from psm_core.methods._trace import Trace
 from psm_core.progress import Report
 
 Stage = tuple[list[Operand], Tensor]  # factors of unit norm, λ
@@ -29,7 +30,7 @@ Stage = tuple[list[Operand], Tensor]  # factors of unit norm, λ
 ORDERS = ("right-to-left", "left-to-right")
 _MARGIN = 1.001  # c exceeds the Lipschitz constant by this factor
 _AT_ONCE = 1 << 20  # entries of a gradient computed at a time on a CPU
-_FIRST_STEPS, _STEPS = 30, 4  # power iterations: in the first sweep, and from the vectors of the last one
+_FIRST_STEPS, _STEPS = 2, 1  # power iterations: in the first sweep, and from the vectors of the last one
 
 
 def palm4msa(

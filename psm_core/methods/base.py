@@ -290,7 +290,8 @@ class Method(ABC):
 
         def report(iteration: int, total: int, relative_error: float) -> None:
             nonlocal is_outside
-            errors[iteration] = relative_error
+            if iteration:  # 0 is a sign of life before the first one
+                errors[iteration] = relative_error
             if on_step is not None:
                 is_outside = True
                 on_step(Step(iteration, total, relative_error))

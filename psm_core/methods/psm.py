@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, Self
@@ -43,8 +44,8 @@ class PSM(Method):
     2016), with the constraint sets of PSM-nets (Giffon et al., IJCNN 2021): `splincol` keeps the K
     largest of each row and of each column, between K·max(rows, cols) and K·(rows + cols) non-zeros
     a factor; `row` and `column` keep K each; `global` keeps the K·max(rows, cols) largest, and `block`
-    whole blocks of 4 × 4 (or 2 × 2, where K < 4) of the largest energy, within the same number. `order`
-    is that of the updates within an iteration, with the factor of W's longer side on the right: the
+    whole blocks of 4 × 4 (or 2 × 2, where K < 4) of the largest energy, within the same number.
+    `update_order` is that within an iteration, with the factor of W's longer side on the right: the
     first one to be updated starts at zero, the others as the identity.
     """
 
@@ -67,13 +68,13 @@ class PSM(Method):
         default="splincol",
         choices=CONSTRAINTS,
     )
-    order: str = parameter(
-        "order in which an iteration updates the factors (palm4msa and hierarchical)",
-        str,
-        default=ORDERS[0],
-        choices=ORDERS,
+    iterations: int = parameter(
+        "most iterations of one search or stage, of which a fit may take several",
+        int,
+        default=100,
+        minimum=1,
+        maximum=100_000,
     )
-    iterations: int = parameter("most iterations", int, default=100, minimum=1, maximum=100_000)
     tolerance: float = parameter(
         "stop when an iteration lowers the relative error by less than this share of it",
         float,
@@ -81,9 +82,22 @@ class PSM(Method):
         minimum=0.0,
     )
     seed: int = parameter("seed of the random numbers", int, default=0, minimum=0, maximum=2**63 - 1)
+    update_order: str = parameter(
+        "order in which an iteration updates the factors (palm4msa and hierarchical)",
+        str,
+        default=ORDERS[0],
+        choices=ORDERS,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in ("constraint", "update_order") if self.algorithm == "joint" else ():
+            if (value := getattr(self, name)) != defaults[name]:
+                raise ParameterError(
+                    f"psm: {name} = {value} is for algorithm=palm4msa or hierarchical; joint spreads its "
+                    f"non-zeros freely. Leave {name} out, or choose one of these"
+                )
         if self.algorithm != "joint" and int(self.K) != self.K:
             raise ParameterError(
                 f"psm: K = {self.K:g} is not whole, as algorithm={self.algorithm} needs it; give a "
@@ -132,7 +146,7 @@ class PSM(Method):
         if self.algorithm != "joint":
             run = palm4msa if self.algorithm == "palm4msa" else hierarchical
             factors = run(
-                matrix, K=int(self.K), Q=self.Q, constraint=self.constraint, order=self.order, **common
+                matrix, K=int(self.K), Q=self.Q, constraint=self.constraint, order=self.update_order, **common
             )
         elif self.Q == 1:
             factors = [pruned(matrix, self.storage(shape), metric)]
