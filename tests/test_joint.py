@@ -9,6 +9,7 @@ from torch import Tensor
 
 from psm_core.methods._joint import JointFit, joint
 from psm_core.methods._palm4msa import palm4msa
+from psm_core.methods.prune import pruned
 from psm_core.progress import JobCancelled
 
 
@@ -26,7 +27,7 @@ def fit(target: Tensor, nonzeros: int, iterations: int = 40, tolerance: float = 
 def relative_error(target: Tensor, found: JointFit | list[Tensor]) -> float:
     exact = target.double().numpy()
     factors = found if isinstance(found, list) else found.factors
-    matrices = [factor.double().numpy() for factor in factors]
+    matrices = [factor.double().numpy().copy() for factor in factors]
     scale = np.abs(exact).max() or 1.0
     if isinstance(found, JointFit) and found.ones:
         side = 0 if exact.shape[0] <= exact.shape[1] else 1
@@ -196,3 +197,72 @@ def test_raising_from_the_report_cancels() -> None:
 
     with pytest.raises(JobCancelled):
         joint(torch.randn(30, 40), nonzeros=200, iterations=10, tolerance=0.0, seed=0, report=cancel)
+
+
+def activations(n: int) -> Tensor:
+    """Correlated, positive and of different scales, as after a ReLU."""
+    random = torch.Generator().manual_seed(7)
+    mixed = torch.randn(500, 12, generator=random) @ torch.randn(12, n, generator=random)
+    inputs = (mixed + 0.5 * torch.randn(500, n, generator=random)).relu() * torch.logspace(0, -1, n)
+    return inputs.T @ inputs / 500
+
+
+def output_error(target: Tensor, found: JointFit | list[Tensor], metric: Tensor) -> float:
+    """In float64, from the product of the factors with their ones."""
+    eye = torch.eye(min(target.shape))
+    factors = list(found) if isinstance(found, list) else [factor.clone() for factor in found.factors]
+    if isinstance(found, JointFit) and found.ones:
+        side = 0 if target.shape[0] <= target.shape[1] else 1
+        factors[side].narrow(1 - side, factors[side].shape[1 - side] - len(eye), len(eye)).add_(eye)
+    product = factors[0].double() if len(factors) == 1 else factors[0].double() @ factors[1].double()
+    exact, C = target.double(), metric.double()
+    rest = exact - product
+    return float((((rest @ C) * rest).sum() / ((exact @ C) * exact).sum()).sqrt())
+
+
+@pytest.mark.parametrize("iterations", [1, 40])
+def test_in_a_metric_it_beats_pruning_svd_and_the_plain_fit(iterations: int) -> None:
+    for name, target in matrices().items():
+        metric = activations(target.shape[1])
+        C = metric.double().numpy()
+        exact = target.double().numpy()
+        root = np.linalg.cholesky(C + 1e-9 * np.eye(len(C)))
+        s = np.linalg.svd(exact @ root, compute_uv=False)
+        for fraction in (0.03, 0.1, 0.3):
+            nonzeros = int(fraction * target.numel())
+            found = joint(
+                target.clone(), nonzeros=nonzeros, iterations=iterations, tolerance=0.0, seed=0,
+                report=quiet, metric=metric,
+            )  # fmt: skip
+            error = output_error(target, found, metric)
+            rank = nonzeros // sum(target.shape)
+            assert stored(found) <= nonzeros, name
+            assert error <= output_error(target, [pruned(target, nonzeros, metric)], metric) * (1 + 1e-4), (
+                name
+            )
+            assert error <= np.linalg.norm(s[rank:]) / np.linalg.norm(s) * (1 + 1e-4), name
+            if iterations > 1:
+                plain = output_error(target, fit(target, nonzeros, iterations), metric)
+                assert error < plain or error < 0.01, name  # nearly exact fits converge more slowly
+
+
+def test_reported_errors_are_those_in_the_metric() -> None:
+    target = matrices()["convolution"]
+    metric = activations(target.shape[1])
+    seen: list[float] = []
+    found = joint(
+        target.clone(), nonzeros=1500, iterations=40, tolerance=0.0, seed=0, metric=metric,
+        report=lambda i, n, error: seen.append(error),
+    )  # fmt: skip
+    assert seen[-1] == pytest.approx(output_error(target, found, metric), rel=1e-3)
+    assert max(a / b for a, b in zip(seen[-25:], seen[-24:], strict=False)) < 2  # no cliff at the refit
+
+
+def test_a_diagonal_metric_is_the_plain_fit_of_scaled_columns() -> None:
+    target = matrices()["random"]
+    plain = fit(target, 900)
+    same = joint(
+        target.clone(), nonzeros=900, iterations=40, tolerance=0.0, seed=0, report=quiet,
+        metric=3 * torch.eye(target.shape[1]),
+    )  # fmt: skip
+    assert relative_error(target, same) == pytest.approx(relative_error(target, plain), rel=1e-5)

@@ -229,12 +229,12 @@ def test_hierarchical_is_better_than_flat_on_many_factors() -> None:
     assert staged < flat
 
 
-def test_hierarchical_splits_a_hadamard_matrix() -> None:
+def test_hierarchical_halves_the_error_of_a_hadamard_matrix() -> None:
     hadamard = torch.ones(1, 1, dtype=torch.float64)
     for _ in range(4):
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
     factors = fit(hierarchical, hadamard, 4, 2, iterations=60)
-    assert relative_error(hadamard, factors) < 0.75
+    assert relative_error(hadamard, factors) < 0.6
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -9,10 +9,10 @@ factor may still share the rows of S among the rows of W.
 Around the current factors, with R = (W − Ŵ)M, an absent entry a_ik lowers the squared error by
 (R Bᵀ)_ik² / q_k, q_k = b_k M b_kᵀ, when it enters alone, and a present one is worth as much at the value
 that is best for it alone; b_kj likewise with p_k = ‖a_k‖² and AᵀR (M has a unit diagonal). All entries of
-both factors compete in one ranking for N places. Gains of absent ones are overrated by a factor γ that
-falls from above 1 to 0: bold exchanges first, none at the end. Between two exchanges each row of A, then
-each column of B (with a metric, in which columns depend on each other, all of B) makes one exact line
-search along its gradient, preconditioned by q and p.
+both factors compete in one ranking for N places (about N, by the threshold of a sample, until the last
+time). Gains of absent ones are multiplied by a factor γ that falls from above 1 to 0: bold exchanges first,
+none at the end. Between two exchanges each row of A, then each column of B (with a metric, in which columns
+depend on each other, all of B) makes one exact line search along its gradient, preconditioned by q and p.
 """
 
 from __future__ import annotations
@@ -33,14 +33,22 @@ _WORK = 1 << 32  # multiplications between two chances to report
 
 
 class Problem:
-    """A target W (m × n) of mean square 1, a metric M (n × n, unit diagonal) or none, and N places."""
+    """A target W (m × n) of mean square 1, a metric M (n × n, unit diagonal) or none, and N places.
 
-    def __init__(self, target: Tensor, metric: Tensor | None, nonzeros: int, trace: Trace) -> None:
+    Errors are reported in the metric of another problem of the same target, if one is given.
+    """
+
+    def __init__(
+        self, target: Tensor, metric: Tensor | None, nonzeros: int, trace: Trace,
+        reported: Problem | None = None,
+    ) -> None:  # fmt: skip
         self.target, self.metric, self.nonzeros, self.trace = target, metric, nonzeros, trace
+        self.reported = reported
+        self.side_of_ones = 0 if target.shape[0] <= target.shape[1] else 1
         self.tiny = torch.finfo(target.dtype).tiny
-        self.square = (target * self.seen(target)).sum().clamp_min(self.tiny)
+        self.square = (target * self.in_metric(target)).sum().clamp_min(self.tiny)
 
-    def seen(self, matrix: Tensor) -> Tensor:
+    def in_metric(self, matrix: Tensor) -> Tensor:
         """``matrix`` (rows × n) times M."""
         if self.metric is None:
             return matrix
@@ -51,13 +59,17 @@ class Problem:
             self.trace.pulse()
         return torch.cat(parts)
 
+    def ones(self, factor: Tensor) -> Tensor:
+        """The places of the ones in the factor of their side, as a view."""
+        return factor[len(factor) - min(self.target.shape) :].diagonal()
+
     def gram(self, columns: Tensor) -> Tensor:
         """W M Wᵀ times (m × r) columns."""
-        return self.target @ self.seen((self.target.mT @ columns).mT).mT
+        return self.target @ self.in_metric((self.target.mT @ columns).mT).mT
 
     def error(self, rest: Tensor) -> Tensor:
         """Relative error of an approximation that leaves this rest."""
-        return ((rest * self.seen(rest)).sum().clamp_min(0) / self.square).sqrt()
+        return ((rest * self.in_metric(rest)).sum().clamp_min(0) / self.square).sqrt()
 
 
 class Pair:
@@ -66,8 +78,9 @@ class Pair:
     def __init__(self, problem: Problem, factors: list[Operand]) -> None:
         self.problem, self.factors = problem, factors
         rest = factors[0].transposed.times(factors[1].dense()).neg_().add_(problem.target)
-        self.pull = problem.seen(rest)  # R
-        self.square = (rest * self.pull).sum()
+        self.residual = problem.in_metric(rest)  # R
+        self.square = (rest * self.residual).sum()
+        self.reported = None if problem.reported is None else problem.reported.error(rest)
 
     @property
     def error(self) -> Tensor:
@@ -76,18 +89,10 @@ class Pair:
 
     def downhill(self, side: int) -> Tensor:
         """(R Bᵀ)ᵀ for side 0, (k × m), or Aᵀ R for side 1, (k × n); zero at the ones, which stay."""
-        slope = self.factors[1 - side].times(self.pull.mT if side == 0 else self.pull)
-        if side == self.side_of_ones:
-            self.ones(slope).zero_()
+        slope = self.factors[1 - side].times(self.residual.mT if side == 0 else self.residual)
+        if side == self.problem.side_of_ones:
+            self.problem.ones(slope).zero_()
         return slope
-
-    @property
-    def side_of_ones(self) -> int:
-        return 0 if self.problem.target.shape[0] <= self.problem.target.shape[1] else 1
-
-    def ones(self, factor: Tensor) -> Tensor:
-        """The places of the ones in the factor of their side, as a view."""
-        return factor[len(factor) - min(self.problem.target.shape) :].diagonal()
 
     def weights(self, side: int) -> Tensor:
         """q for side 0, p for side 1, (k,)."""
@@ -99,19 +104,18 @@ class Pair:
     def improve(self, side: int) -> None:
         """One exact line search for each row of A (side 0), or for each column of B or all of it (1)."""
         own = self.factors[side]
-        slope = own.at_support(self.downhill(side)) * own.by_row(_inverse(self.weights(side)))
+        slope = own.at_support(self.downhill(side)) * own.by_row(inverse(self.weights(side)))
         step = own.with_values(slope)
         left, right = (step, self.factors[1]) if side == 0 else (self.factors[0], step)
         change = left.transposed.times(right.dense())
-        seen = self.problem.seen(change)
-        gain, curvature = (change * self.pull).sum(1 - side), (change * seen).sum(1 - side)
-        if side == 1 and self.problem.metric is not None:
-            gain, curvature = gain.sum().expand_as(gain), curvature.sum()
+        seen = self.problem.in_metric(change)
+        gain, curvature = (change * self.residual).sum(1 - side), (change * seen).sum(1 - side)
+        if side == 1 and self.problem.metric is not None:  # all of B at once: shares of the sums
+            curvature, gain = (x.sum().expand_as(x) / len(x) for x in (curvature, gain))
         length = gain / curvature.clamp_min(self.problem.tiny)
         self.factors[side] = own.with_values(own.values + slope * own.by_column(length))
-        self.pull.addcmul_(seen, length.unsqueeze(1 - side), value=-1)
-        lost = (length * gain).sum() if curvature.dim() else length[0] * gain[0]
-        self.square = self.square - lost
+        self.residual.addcmul_(seen, length.unsqueeze(1 - side), value=-1)
+        self.square = self.square - (length * gain).sum()
 
 
 def search(
@@ -150,7 +154,7 @@ def _step(pair: Pair, previous: float, tolerance: float) -> tuple[float, bool]:
     pair.improve(0)
     pair.improve(1)
     error = pair.error
-    pair.problem.trace.add(error)
+    pair.problem.trace.add(error if pair.reported is None else pair.reported)
     if tolerance <= 0:
         return previous, False
     return float(error), previous - float(error) < tolerance * previous
@@ -170,30 +174,29 @@ def low_rank_plus_sparse(problem: Problem, low_rank: tuple[Tensor, Tensor]) -> l
     del rest, eye, halves
     problem.trace.pulse()
     weights = [_row_squares(factor) for factor in reversed(factors)]
-    places = 0 if m <= n else 1
-    ones = factors[places][len(factors[places]) - min(m, n) :].diagonal()
+    ones = problem.ones(factors[problem.side_of_ones])
     ones.zero_()  # no rivals for a place
     keeps = ranked(factors, weights, problem.nonzeros)
     ones.fill_(1.0)
+    problem.ones(keeps[problem.side_of_ones]).fill_(True)
     problem.trace.pulse()
-    keeps[places][len(factors[places]) - min(m, n) :].diagonal().fill_(True)
     pulse = problem.trace.pulse
     return [Operand.of(factor, pulse, keep) for factor, keep in zip(factors, keeps, strict=True)]
 
 
 def _exchange(pair: Pair, gamma: float, is_last: bool) -> list[Operand]:
     """The factors on the N places that the ranking gives now; the pair given is used up."""
-    problem, places = pair.problem, pair.side_of_ones
+    problem, places = pair.problem, pair.problem.side_of_ones
     weights = [pair.weights(side) for side in (0, 1)]
     sizes = [factor.row_squares() for factor in pair.factors]
     bests = []
     for side, own in enumerate(pair.factors):
-        best = pair.downhill(side).mul_(gamma**0.5 * _inverse(weights[side])[:, None])
+        best = pair.downhill(side).mul_(gamma**0.5 * inverse(weights[side])[:, None])
         bests.append(own.put_into(best, own.values + own.at_support(best) / gamma**0.5))
-    pair.ones(bests[places]).zero_()  # no rivals for a place
-    del pair.pull
+    problem.ones(bests[places]).zero_()  # no rivals for a place
+    del pair.residual
     keeps = ranked(bests, weights, problem.nonzeros, is_exact=is_last)
-    pair.ones(keeps[places]).fill_(True)
+    problem.ones(keeps[places]).fill_(True)
 
     def place(side: int, best: Tensor) -> Tensor:
         """Entering entries as they are in ``best``, and what stays of the present ones."""
@@ -203,7 +206,7 @@ def _exchange(pair: Pair, gamma: float, is_last: bool) -> list[Operand]:
     entering = [place(side, best.mul_(_ENTRY / gamma**0.5)) for side, best in enumerate(bests)]
     # Both sides of a unit that grows at once would overshoot: what enters is scaled by the growth.
     grown = [_row_squares(factor) for factor in entering]
-    shrink = [(sizes[1 - side] * _inverse(grown[1 - side])).clamp_max(1) for side in (0, 1)]
+    shrink = [(sizes[1 - side] * inverse(grown[1 - side])).clamp_max(1) for side in (0, 1)]
     factors = [place(side, factor.mul_(shrink[side][:, None])) for side, factor in enumerate(entering)]
     return [
         Operand.of(*pair_, keep)
@@ -225,7 +228,7 @@ def ranked(values: list[Tensor], weights: list[Tensor], count: int, is_exact: bo
     total = sum(matrix.numel() for matrix in values)
     if count >= total:
         return [matrix != 0 for matrix in values]
-    stride = -(-total // _SAMPLE)
+    stride = -(-total // _SAMPLE) | 1  # odd, so that it does not fall on the same columns of each row
     samples = []
     for matrix, weight in zip(values, weights, strict=True):
         rows = torch.arange(0, matrix.numel(), stride, device=matrix.device) // matrix.shape[1]
@@ -262,7 +265,7 @@ def _above(values: list[Tensor], weights: list[Tensor], threshold: Tensor) -> li
     """Masks of the entries whose value²·weight exceeds a threshold."""
     masks = []
     for matrix, weight in zip(values, weights, strict=True):
-        bar = (threshold * _inverse(weight)).sqrt()
+        bar = (threshold * inverse(weight)).sqrt()
         bar = torch.where(weight > 0, bar, torch.inf)[:, None]
         masks.append(((matrix > bar) | (matrix < -bar)).contiguous())
     return masks
@@ -273,6 +276,6 @@ def _row_squares(matrix: Tensor) -> Tensor:
     return norms.square()
 
 
-def _inverse(weight: Tensor) -> Tensor:
+def inverse(weight: Tensor) -> Tensor:
     """1/weight, zero for units that are empty."""
     return torch.where(weight > 0, 1 / weight.clamp_min(torch.finfo(weight.dtype).tiny), 0.0)

@@ -1,13 +1,13 @@
 """Joint fit of sparse factors under one budget of non-zeros.
 
 Truncated SVD (two dense thin factors), low-rank + sparse and pruning (one factor) are points of the set
-that `_exchange` searches. It starts from low-rank + sparse at several times the budget; what it finds is
-returned where it is better than pruning and SVD.
+that `_exchange` searches. The search starts from low-rank + sparse of several times the budget, cut to
+it by the ranking of the search; what it finds is returned where it is better than those three.
 
 In a metric C (second moment of a layer's inputs) the columns of W are scaled by √C_jj, so that M has a
 unit diagonal. Inputs are strongly correlated: each of many entries can then remove the same error, and a
-ranking of entries one by one goes wrong. The support is therefore searched in a metric whose eigenvalues
-are cut off at a few units, and the values are fitted on it in the full one.
+ranking of entries one by one goes wrong. The support is therefore searched in a metric whose leading
+eigenvalues are cut off at a few units, and the values are fitted on it in the full one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from psm_core.methods._exchange import Pair, Problem, largest, low_rank_plus_sparse, refit, search
+from psm_core.methods._exchange import (
+    Pair,
+    Problem,
+    inverse,
+    largest,
+    low_rank_plus_sparse,
+    refit,
+    search,
+)
 from psm_core.methods._trace import Trace
+from psm_core.methods.prune import pruned
 from psm_core.progress import Report
 
-_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the budget in the low-rank part: pruning, sums, SVD
+_SHARES = (0.25, 0.5, 0.75, 1.0)  # of the budget in the low-rank part of what the fit has to beat
 _EXACT_SIDE = 1024  # side up to which all eigenvectors are computed, and the leading ones taken
 _COLUMNS = 64  # of a block between two chances to report
 _CLIPS = (4.0, 1.0)  # largest eigenvalue of the metric of the search; the next where a fit fails
@@ -50,17 +59,17 @@ def joint(
     approximates ``target`` (m × n): the best of this fit, truncated SVD, pruning and sums of both.
 
     ``metric`` is a symmetric positive semi-definite C (n × n); its scale does not matter. Errors, the
-    reported ones included, are then ‖(W − Ŵ)C^½‖_F / ‖WC^½‖_F (during a search, in the metric it searches
-    in). ``target`` is overwritten. ``report(iteration, total, relative_error)`` may raise to stop the fit.
-    Once the support is final, an iteration that lowers the error by less than the fraction ``tolerance``
-    of it ends the fit.
+    reported ones included, are then ‖(W − Ŵ)C^½‖_F / ‖WC^½‖_F. ``target`` is overwritten.
+    ``report(iteration, total, relative_error)`` may raise to stop the fit. Once the support is final, an
+    iteration that lowers the error by less than the fraction ``tolerance`` of it ends the fit.
     """
     info = torch.finfo(target.dtype)
     trace = Trace(report, iterations)
     widths = torch.ones_like(target[0])  # of the columns, in the metric
+    kept = None if metric is None else pruned(target, nonzeros, metric) != 0
     if metric is not None and metric.any():
         widths, metric = _unit_diagonal(metric)
-    else:
+    if metric is not None and int(metric.count_nonzero()) <= len(metric):  # columns do not meet
         metric = None
     unit = target.detach().contiguous().mul_(widths)
     top = unit.abs().amax().clamp_min(info.tiny)
@@ -74,10 +83,11 @@ def joint(
     budget, floats = nonzeros / unit.numel(), sum(unit.shape)
     rank = int(min(1 + 12 * budget, 3) * nonzeros / floats)
     low_rank = _low_rank(problem, rank, random)
-    errors = {}
-    for share in _SHARES if rank else (0.0,):
-        errors[share] = float(_sum_error(problem, low_rank, share))
+    kept = largest(unit, nonzeros) if kept is None else kept
+    errors = {0.0: float(problem.error(unit * ~kept))}
+    for share in _SHARES if rank else ():
         trace.pulse(min(errors.values()))
+        errors[share] = float(_sum_error(problem, low_rank, share))
     share = min(errors, key=errors.__getitem__)
     error = bar = errors[share]
     best: JointFit | None = None
@@ -90,9 +100,9 @@ def joint(
             attempts, refits = [(bold, clip) for clip in _CLIPS], math.ceil(_REFIT * iterations)
         for attempt, (boldness, clip) in enumerate(attempts, 1):
             trace.total = attempt * (iterations + refits)
-            within = (
-                problem if metric is None else Problem(unit, _clipped(metric, *eigen, clip), nonzeros, trace)
-            )
+            within = problem
+            if metric is not None:
+                within = Problem(unit, _clipped(metric, *eigen, clip), nonzeros, trace, reported=problem)
             pair = search(within, low_rank_plus_sparse(within, low_rank), iterations, boldness, tolerance)
             if refits:
                 pair = refit(Pair(problem, pair.factors), refits, tolerance)
@@ -102,7 +112,9 @@ def joint(
             if error < bar:
                 break  # else too bold for so small a support: once more, with care
     trace.flush()
-    return _rescaled(best or _sum(problem, low_rank, share), scale, widths)
+    if best is None:
+        best = _sum(problem, low_rank, share) if share else JointFit([unit * kept])
+    return _rescaled(best, scale, widths)
 
 
 def _unit_diagonal(metric: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,7 +156,7 @@ def _leading(
 
 
 def _clipped(metric: Tensor, values: Tensor, vectors: Tensor, most: float) -> Tensor:
-    """The metric with its eigenvalues cut off, and a unit diagonal again."""
+    """The metric with its leading eigenvalues cut off, and a unit diagonal again, which adds a little."""
     clipped = metric - (vectors * (values - most).clamp_min(0)) @ vectors.mT
     clipped.diagonal().fill_(1.0)
     return clipped
@@ -169,7 +181,7 @@ def _low_rank(problem: Problem, rank: int, random: torch.Generator) -> tuple[Ten
     other = basis.mT @ wide
     problem.trace.pulse()
     roots = torch.linalg.vector_norm(other, dim=1).sqrt()
-    left, right = basis * roots, other * _inverse(roots)[:, None]
+    left, right = basis * roots, other * inverse(roots)[:, None]
     return (right.mT, left.mT) if flip else (left, right)
 
 
@@ -192,13 +204,11 @@ def _sum_error(problem: Problem, low_rank: tuple[Tensor, Tensor], share: float) 
 
 
 def _sum(problem: Problem, low_rank: tuple[Tensor, Tensor], share: float) -> JointFit:
-    """Low-rank + sparse as a product; one of the two alone where the other is empty."""
+    """Low-rank + sparse as a product; the low-rank part alone where its share is 1."""
     left, right, rest = _split(problem, low_rank, share)
     if share == 1:
         return JointFit([left, right])
     rest *= largest(rest, _places_left(problem, left))
-    if left.shape[1] == 0:
-        return JointFit([rest])
     m, n = rest.shape
     none = rest.new_zeros(min(m, n), min(m, n))
     if m <= n:
@@ -209,17 +219,17 @@ def _sum(problem: Problem, low_rank: tuple[Tensor, Tensor], share: float) -> Joi
 def _unpadded(pair: Pair) -> JointFit:
     """The factors without their ones and without empty units; of equal size in each unit without a one."""
     count = min(pair.problem.target.shape)
-    side = pair.side_of_ones
-    del pair.pull
+    side = pair.problem.side_of_ones
+    del pair.residual
     factors = [factor.dense() for factor in pair.factors]
-    pair.ones(factors[side]).zero_()
+    pair.problem.ones(factors[side]).zero_()
     free = len(factors[0]) - count
     sizes = [torch.linalg.vector_norm(factor[:free], dim=1) for factor in factors]
     used = (sizes[0] > 0) & (sizes[1] > 0)
     has_ones = bool(factors[1 - side][free:].any())
     kept = torch.cat([used, torch.full((count,), has_ones, device=used.device)])
     for i, (own, other) in enumerate((sizes, sizes[::-1])):
-        factors[i][:free] *= (other * _inverse(own)).sqrt()[:, None]
+        factors[i][:free] *= (other * inverse(own)).sqrt()[:, None]
         factors[i] = factors[i][kept]
     return JointFit([factors[0].mT, factors[1]], has_ones)
 
@@ -241,8 +251,3 @@ def _rescaled(fit: JointFit, scale: Tensor, widths: Tensor) -> JointFit:
         left[:, free:] *= scale / widths
         right[free:] *= widths[:, None]
     return JointFit([left.contiguous(), right], fit.ones)
-
-
-def _inverse(size: Tensor) -> Tensor:
-    """1/size, zero where that is zero."""
-    return torch.where(size > 0, 1 / size.clamp_min(torch.finfo(size.dtype).tiny), 0.0)

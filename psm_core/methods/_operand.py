@@ -82,7 +82,7 @@ class Operand:
     def put_into(self, matrix: Tensor, values: Tensor) -> Tensor:
         """``matrix`` (contiguous) with ``values`` on the support."""
         if self.places is None:
-            return values if self.keep is None else torch.where(self.keep, values, matrix)
+            return matrix.copy_(values) if self.keep is None else torch.where(self.keep, values, matrix)
         matrix.view(-1)[self.places] = values
         return matrix
 

@@ -239,8 +239,8 @@ class Method(ABC):
         """Factorize a finite weight of which the largest entry lies in [1, 2): a copy, to be overwritten.
 
         `metric` is None, or the positive definite (n, n) matrix M, n = in·kh·kw, that errors are to be
-        measured in: ‖(W − Ŵ) M^½‖_F, of the weight's type and on its device. The factors must not be
-        worse in it than those found without.
+        measured in: ‖(W − Ŵ) M^½‖_F, of the weight's type and on its device. The factors are meant to
+        be better in it than those found without.
         """
 
     def fit(

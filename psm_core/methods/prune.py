@@ -66,10 +66,16 @@ def pruned(matrix: Tensor, count: int, metric: Tensor | None) -> Tensor:
     """The matrix with all entries zero but ``count``: the largest, or those that matter in the metric."""
     best = _largest(matrix, matrix.abs(), count)
     if metric is not None:
-        scores = (matrix.abs() * metric.diagonal() ** (alpha / 2) for alpha in _EXPONENTS)
-        choices = [best, *(_largest(matrix, score, count) for score in scores)]
-        best = min(choices, key=lambda kept: float((((matrix - kept) @ metric) * (matrix - kept)).sum()))
+        square = _square_in(metric, matrix - best)
+        for alpha in _EXPONENTS:
+            kept = _largest(matrix, matrix.abs() * metric.diagonal() ** (alpha / 2), count)
+            if (new := _square_in(metric, matrix - kept)) < square:
+                best, square = kept, new
     return best
+
+
+def _square_in(metric: Tensor, rest: Tensor) -> float:
+    return float(((rest @ metric) * rest).sum())
 
 
 def _largest(matrix: Tensor, scores: Tensor, count: int) -> Tensor:

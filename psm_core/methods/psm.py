@@ -71,7 +71,7 @@ class PSM(Method):
     iterations: int = parameter(
         "most iterations of one search or stage, of which a fit may take several",
         int,
-        default=100,
+        default=60,
         minimum=1,
         maximum=100_000,
     )
