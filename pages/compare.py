@@ -91,7 +91,7 @@ def draw(frame: pd.DataFrame) -> None:
     frame = frame.assign(front=front).sort_values(["front", x], ascending=[False, True], ignore_index=True)
     keys = list(frame["key"])
     selected = [key for key in st.session_state.get("selection", []) if key in keys]
-    chart, table = st.columns([4, 3])
+    chart, table = st.columns(2)
     with chart:
         st.plotly_chart(
             plots.trade_off(frame, x, y, log_x, selected),
@@ -161,12 +161,12 @@ def sweep_form(network: resources.Network) -> None:
     """Methods and budgets to run over layers and the whole network."""
     shapes = network.shapes
     with st.expander("Run a sweep", icon=":material/tune:"):
-        calibration = forms.fit_to(network)
+        calibration = forms.fit_to(network)  # outside the form: it takes effect at once on every page
         _sweep_form(network, shapes, calibration)
 
 
 def _sweep_form(network: resources.Network, shapes: dict[str, Shape], calibration: str) -> None:
-    """Nothing of a form takes effect before its button; what to fit to is remembered at once."""
+    """What to run, sent all together by the form's button; the fits are to the data `calibration`."""
     with st.form("sweep"):
         methods = st.pills(
             "Methods", list(METHODS), selection_mode="multi", default=list(METHODS),

@@ -13,7 +13,7 @@ from pages._ui.shell import page
 from psm_core import plots
 from psm_core.checkpoint import FILE_NAME
 from psm_core.experiments.plan import uniform_plan
-from psm_core.experiments.record import NETWORK, Record, size_change
+from psm_core.experiments.record import METRICS, NETWORK, Record, size_change
 from psm_core.experiments.study import Point
 from psm_core.methods import METHODS
 from psm_core.methods.base import Method
@@ -91,7 +91,11 @@ def from_layers(network: resources.Network) -> exports.Choice | None:
     calibration = forms.fit_to(network)
     frame = frame[(frame["layer"] != NETWORK) & (frame["calibration"] == calibration)]
     if frame.empty:
-        st.info("No layer was factorized so yet; the Factorize page does that.", icon=":material/inbox:")
+        goal = "activations" if calibration else "weights"
+        st.info(
+            f"No result of a layer is fitted to {goal} yet; the Factorize page makes them.",
+            icon=":material/inbox:",
+        )
         return None
     st.caption("Choose a stored result for each layer; the others stay dense.")
     plan: dict[str, Method] = {}
@@ -114,9 +118,10 @@ def from_layers(network: resources.Network) -> exports.Choice | None:
 
 
 def _row_text(row: dict[str, Any]) -> str:
+    metric = "output_error" if row["calibration"] and pd.notna(row["output_error"]) else "relative_error"
     return (
         f"{plots.title(row['method'])} ({plots.setting_text(row)}) · {row['fraction']:.2%} · "
-        f"relative error {row['relative_error']:.4f}"
+        f"{METRICS[metric].label.lower()} {row[metric]:.4f}"
     )
 
 

@@ -10,7 +10,7 @@ from pages._ui.shell import go, page
 from psm_core import plots
 from psm_core.errors import BudgetError
 from psm_core.experiments.jobs import JobStatus
-from psm_core.experiments.record import NETWORK
+from psm_core.experiments.record import METRICS, NETWORK
 from psm_core.experiments.study import Point
 from psm_core.methods import METHODS
 from psm_core.methods.base import Method, shape_text
@@ -85,8 +85,8 @@ def settings(
     return wanted
 
 
-def results(network: resources.Network, status: JobStatus) -> None:
-    """What the job has given so far: errors, sizes, convergence."""
+def results(network: resources.Network, status: JobStatus, metric: str) -> None:
+    """What the job has given so far: errors, sizes, convergence. `metric` is the error to judge by."""
     kept = network.study.records()
     frame = kept[kept["key"].isin(status.keys) & (kept["layer"] != NETWORK)]
     if frame.empty:
@@ -95,25 +95,31 @@ def results(network: resources.Network, status: JobStatus) -> None:
     is_new = pd.to_datetime(frame["created"], utc=True) >= began
     frame = frame.assign(answer=is_new.map({True: "computed now", False: "from cache"}))
     st.subheader("Results", anchor=False)
-    errors = ["relative_error", *(["output_error"] if frame["output_error"].notna().any() else [])]
+    of_layers = kept[kept["layer"].isin(frame["layer"])]
+    if of_layers["output_error"].isna().all():
+        metric = "relative_error"
+    errors = [name for name in ("relative_error", "output_error") if frame[name].notna().any()]
+    errors.sort(key=lambda name: name != metric)
     columns = ["method", "setting", *errors, "parameters", "fraction", "nbytes", "seconds", "answer"]
     if frame["layer"].nunique() > 1:
         columns.insert(0, "layer")
-    shown, config = text.table(frame.sort_values(["layer", "relative_error"]), columns)
+    shown, config = text.table(frame.sort_values(["layer", metric, "relative_error"]), columns)
     st.dataframe(shown, column_config=config, hide_index=True)
     for note in frame["note"].unique():
         if note:
             st.caption(note)
-    left, right = st.columns(2)
     layer = frame["layer"].iloc[0]
     if frame["layer"].nunique() > 1:
-        layer = left.selectbox("Layer of the charts", list(frame["layer"].unique()))
+        layer = st.selectbox("Layer of the charts", list(frame["layer"].unique()), width=300)
+    left, right = st.columns(2)
     with left:
-        st.markdown(f"**Error against size, all kept results of {layer}**")
+        st.markdown(f"**{METRICS[metric].label} against size, all kept results of {text.plain(layer)}**")
+        measured = kept[(kept["layer"] == layer) & kept[metric].notna()]
         st.plotly_chart(
-            plots.trade_off(kept[kept["layer"] == layer]), key="layer_trade_off",
-            config={"displaylogo": False},
-        )  # fmt: skip
+            plots.trade_off(measured, y=metric), key="layer_trade_off", config={"displaylogo": False}
+        )
+        if missing := int((kept["layer"] == layer).sum()) - len(measured):
+            st.caption(f"{text.count(missing, 'result')} without a measured output error left out.")
     with right:
         st.markdown("**Convergence**")
         histories = {}
@@ -122,7 +128,10 @@ def results(network: resources.Network, status: JobStatus) -> None:
             if fitted is not None and len(fitted.history) > 1:
                 histories[str(fitted.method)] = (row["method"], fitted.history)
         if histories:
-            st.plotly_chart(plots.convergence(histories), key="convergence", config={"displayModeBar": False})
+            st.plotly_chart(
+                plots.convergence(histories, jobs.error_metric(status)), key="convergence",
+                config={"displayModeBar": False},
+            )  # fmt: skip
         else:
             st.caption("These methods compute their answer in one step.")
     if st.button("See all results on the Compare page", icon=":material/scatter_plot:"):
@@ -166,4 +175,4 @@ with page(
         with live:
             status = jobs.panel("fit")
         if status is not None:
-            results(network, status)
+            results(network, status, "output_error" if calibration else "relative_error")

@@ -88,11 +88,11 @@ def _parser() -> Parser:
         sub.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
         sub.add_argument("--cache", default="cache", metavar="DIR", help="where results are kept")
 
-    def calibration(sub: Parser) -> None:
+    def calibration(sub: Parser, default: str = "none") -> None:
         sub.add_argument(
             "--calibration", default="", metavar="SOURCE",
-            help="fit to what the layers receive from this data, such as demo:train (default: to the "
-            "weights alone)",
+            help="fit to what the layers receive from this data, such as demo:train; none: to the weights "
+            f"alone (default: {default})",
         )  # fmt: skip
 
     def as_json(sub: Parser) -> None:
@@ -130,7 +130,7 @@ def _parser() -> Parser:
     how.add_argument("--recipe", metavar="FILE", help="a JSON file of methods by layer")
     sub.add_argument("--fraction", type=float, help="share of the network's parameters to keep")
     sub.add_argument("--out", required=True, metavar="DIR")
-    calibration(sub)
+    calibration(sub, "the data that a recipe names, else none")
     shared(sub)
     as_json(sub)
 
@@ -177,9 +177,10 @@ def _layer_cells(row: LayerRow) -> tuple[str, ...]:
 
 def _fit(options: argparse.Namespace) -> None:
     model = _model(options)
-    study = Study(model, ResultStore(options.cache), device=options.device, calibration=options.calibration)
+    calibration = _calibration(options)
+    study = Study(model, ResultStore(options.cache), device=options.device, calibration=calibration)
     method = _method(options, model)
-    record, _ = study.fit(options.layer, method, _step_line(options.layer))
+    record, _ = study.fit(options.layer, method, _step_line(options.layer, calibration))
     _clear_line()
     if options.json:
         print(json.dumps(record.to_json(), indent=2))
@@ -187,8 +188,9 @@ def _fit(options: argparse.Namespace) -> None:
     print(f"{record.layer}: {method}")
     print(f"  relative error  {record.relative_error:.4f}")
     if record.output_error is not None:
-        print(f"  output error    {record.output_error:.4f} on {record.data}"
-              + f", fitted to {record.calibration}" * bool(record.calibration))  # fmt: skip
+        is_own = record.data == record.calibration
+        print(f"  output error    {record.output_error:.4f} on {record.data}" +
+              (" (on the data it was fitted to)" if is_own else _fitted_to(record.calibration)))  # fmt: skip
     print(f"  parameters      {record.parameters:,} of {record.dense_parameters:,} "
           f"({record.fraction:.2%})")  # fmt: skip
     print(f"  bytes           {record.nbytes:,} of {record.dense_nbytes:,}")
@@ -209,7 +211,8 @@ def _sweep(options: argparse.Namespace) -> None:
     points, skipped = sweep_points(
         model, _list(options.methods), _fractions(options.fractions), names or None
     )
-    study = Study(model, ResultStore(options.cache), options.data, options.device, options.calibration)
+    store = ResultStore(options.cache)
+    study = Study(model, store, options.data, options.device, _calibration(options))
     records = []
     for i, point in enumerate(points, 1):
         _line(f"{i}/{len(points)}  {point.label}")
@@ -228,18 +231,18 @@ def _compress(options: argparse.Namespace) -> None:
     if not nearest.is_dir():
         raise ParameterError(f"--out {out}: '{nearest}' is a file; expected a folder")
     model = _model(options)
-    calibration = options.calibration
+    calibration = _calibration(options)
     if options.recipe:
         if options.fraction is not None:
             raise ParameterError("--fraction goes with --method; a recipe has its own budgets")
         plan = read_recipe(options.recipe)
-        calibration = calibration or recipe_calibration(options.recipe)
+        calibration = calibration if options.calibration else recipe_calibration(options.recipe)
     else:
         if options.fraction is None:
             raise ParameterError("--method needs --fraction, such as --fraction 0.1")
         plan = uniform_plan(model, options.method, options.fraction).layers
     study = Study(model, ResultStore(options.cache), options.data, options.device, calibration)
-    record = study.network(plan, options.fraction, lambda name, step: _step_line(name)(step))
+    record = study.network(plan, options.fraction, lambda name, step: _step_line(name, calibration)(step))
     _clear_line()
     result = save_verified(study.compressed(plan), out)
     write_recipe(out / "recipe.json", plan, card_of(model).source, calibration)
@@ -250,7 +253,9 @@ def _compress(options: argparse.Namespace) -> None:
     print(f"{out / FILE_NAME}: {result.nbytes:,} bytes, from {record.dense_nbytes:,} "
           f"({size_change(record.dense_nbytes, result.nbytes)})")  # fmt: skip
     print(f"  parameters  {record.parameters:,} of {record.dense_parameters:,} ({record.fraction:.2%})")
-    print(f"  layers      {len(plan)} compressed by {record.method}; see recipe.json")
+    print(
+        f"  layers      {len(plan)} compressed by {record.method}{_fitted_to(calibration)}; see recipe.json"
+    )
     if record.accuracy is not None:
         print(f"  accuracy    {_accuracy(record.accuracy, record.low, record.high, record.samples)}")
     print(f"  verified    {_difference(result.difference, result.inputs)}")
@@ -287,6 +292,15 @@ def _model(options: argparse.Namespace) -> nn.Module:
     if notice := card_of(model).notice:
         print(f"note: {notice}", file=sys.stderr)
     return model
+
+
+def _calibration(options: argparse.Namespace) -> str:
+    """The data to fit to, "" for the weights alone."""
+    return "" if options.calibration == "none" else str(options.calibration)
+
+
+def _fitted_to(calibration: str) -> str:
+    return f", fitted to {calibration}" if calibration else ""
 
 
 def _method(options: argparse.Namespace, model: nn.Module) -> Method:
@@ -354,10 +368,9 @@ def _difference(difference: float | None, inputs: str) -> str:
     return f"largest difference {difference:.1e} of the output's size, on {inputs}"
 
 
-def _step_line(name: str) -> Callable[[Step], None]:
-    return lambda step: _line(
-        f"{name}  {step.iteration}/{step.total}  relative error {step.relative_error:.4f}"
-    )
+def _step_line(name: str, calibration: str) -> Callable[[Step], None]:
+    error = "output error" if calibration else "relative error"
+    return lambda step: _line(f"{name}  {step.iteration}/{step.total}  {error} {step.relative_error:.4f}")
 
 
 def _line(text: str) -> None:

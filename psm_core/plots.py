@@ -172,7 +172,7 @@ def trade_off(
     _axis(figure.update_yaxes, y)
     figure = _styled(figure, 430)
     # Below the data, where the buttons of the figure do not cover it.
-    return figure.update_layout(legend={"yanchor": "top", "y": -0.17}, margin={"t": 32})
+    return figure.update_layout(legend={"yanchor": "top", "y": -0.21}, margin={"t": 32})
 
 
 def _add_dense_line(figure: go.Figure, dense: pd.DataFrame) -> None:
@@ -214,25 +214,31 @@ def _hover(row: Mapping[Any, Any]) -> str:
     return "<br>".join(lines)
 
 
-def convergence(histories: Mapping[str, tuple[str, Sequence[float]]]) -> go.Figure:
-    """Relative error after each iteration; `histories` gives a method and its errors by label."""
+def convergence(
+    histories: Mapping[str, tuple[str, Sequence[float]]], metric: str = "relative_error"
+) -> go.Figure:
+    """The error after each iteration; `histories` gives a method and its errors by label.
+
+    Fits with a calibration minimize, and report, the metric "output_error".
+    """
+    error = METRICS[metric].label.lower()
     figure = go.Figure()
     for label, (method, history) in histories.items():
         figure.add_scatter(
             x=list(range(1, len(history) + 1)), y=list(history), name=label,
             mode="lines" if len(history) > 1 else "markers",
             line={"color": colour(method)}, marker={"symbol": symbol(method), "size": 7},
-            hovertemplate="iteration %{x}: relative error %{y:.4f}<extra>%{fullData.name}</extra>",
+            hovertemplate=f"iteration %{{x}}: {error} %{{y:.4f}}<extra>%{{fullData.name}}</extra>",
         )  # fmt: skip
     figure.update_layout(showlegend=True)
     figure.update_xaxes(title="Iteration", rangemode="tozero")
-    _axis(figure.update_yaxes, "relative_error")
+    _axis(figure.update_yaxes, metric)
     return _styled(figure, 320)
 
 
-def live_error(history: Sequence[float], method: str = "") -> go.Figure:
+def live_error(history: Sequence[float], method: str = "", metric: str = "relative_error") -> go.Figure:
     """The error curve of the fit at work."""
-    figure = convergence({title(method): (method, history)})
+    figure = convergence({title(method): (method, history)}, metric)
     figure.update_yaxes(rangemode="normal")
     return figure.update_layout(height=190, showlegend=False)
 

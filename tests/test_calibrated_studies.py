@@ -109,6 +109,10 @@ class TestStudies:
         f, _ = method.fit(model[1].weight, calibration=calibrate(model, str(data_file), ["1"])["1"]), None
         assert held_out.output_error == pytest.approx(f.output_error(model[1].weight, expected))
         assert held_out.output_error != pytest.approx(own.output_error)
+        for data, expected in ((other, [held_out.output_error]), (data_file, []), ("", [])):
+            frame = psm.Study(model, store, str(data)).records()
+            assert frame["output_error"].dropna().tolist() == expected
+            assert len(frame) == 1
 
     def test_many_layers_share_passes_within_memory(
         self, store: psm.ResultStore, networks_module: str, data_file: Path, monkeypatch: pytest.MonkeyPatch
@@ -182,7 +186,10 @@ def test_the_command_line_fits_to_activations(
     assert (plain["calibration"], plain["output_error"]) == ("", None)
     assert 0 < fitted["output_error"] < 1
     assert fitted["relative_error"] > plain["relative_error"]
-    assert "fitted to demo:train" in run(*fit[:-1], "--calibration", "demo:train")
+    assert json.loads(run(*fit, "--calibration", "none"))["key"] == plain["key"]
+    assert "on demo:test, fitted to demo:train\n" in run(*fit[:-1], "--calibration", "demo:train")
+    own = run(*fit[:-1], "--calibration", "demo:test")
+    assert "on demo:test (on the data it was fitted to)\n" in own
     assert main([*fit, "--calibration", "none.npz"]) == 2
     assert "none.npz" in capsys.readouterr().err
     sweep = ("sweep", MLP, "--methods", "svd", "--fractions", "0.05", "--layers", "fc3", "--out")
@@ -219,11 +226,27 @@ def test_a_checkpoint_of_a_fit_to_activations(
     with torch.no_grad():
         assert torch.allclose(psm.load_checkpoint(tmp_path / "small")(x), expected(x), atol=1e-5)
     (tmp_path / "again").mkdir()
-    verified = SimpleNamespace(nbytes=0, difference=None, inputs="")
+    verified = SimpleNamespace(nbytes=1, difference=None, inputs="")
     monkeypatch.setattr("psm_core.cli.save_verified", lambda *args: verified)
     again = ("compress", source, "--recipe", recipe, "--out", str(tmp_path / "again"), *options[2:])
     assert main([*again, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["key"] == record["key"]
+    assert main(again) == 0
+    assert f"compressed by svd, fitted to {data}; see" in capsys.readouterr().out
+    assert main([*again, "--calibration", "none"]) == 0
+    assert "compressed by svd; see" in capsys.readouterr().out
+    assert recipe_calibration(tmp_path / "again" / "recipe.json") == ""
+
+
+def test_the_default_calibration_of_a_recipe_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, default in (
+        ("fit", "none"),
+        ("sweep", "none"),
+        ("compress", "the data that a recipe names"),
+    ):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert f"none: to the weights alone (default: {default}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_job_fits_to_activations(store: psm.ResultStore, networks_module: str, data_file: Path) -> None:

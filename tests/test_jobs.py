@@ -20,7 +20,9 @@ from psm_core.errors import UnknownNameError
 from psm_core.experiments.jobs import JobFolder, JobRequest, JobRunner, JobStatus
 from psm_core.experiments.record import NETWORK
 from psm_core.experiments.study import Point
+from psm_core.experiments.worker import Progress
 from psm_core.files import process_started, write_atomically
+from psm_core.progress import Step
 
 LONG = psm.PSM(K=3, Q=3, algorithm="palm4msa", iterations=100_000, tolerance=0.0)
 
@@ -155,6 +157,28 @@ def test_the_status_is_whole_at_every_moment(runner: JobRunner, model: str) -> N
     assert len(documents) >= 3
     assert {document["id"] for document in documents} == {job}
     assert len({document["step"] for document in documents}) >= 3
+
+
+def test_an_iteration_has_one_place_in_the_curve(tmp_path: Path) -> None:
+    """However often it reports; signs of life outside an iteration have none."""
+    folder = JobFolder(tmp_path, "j")
+    folder.write(JobStatus("j", "queued", 1, 0.0))
+    progress = Progress(folder, os.getppid())
+    point = Point(NETWORK, plan={"a": psm.SVD(rank=1), "b": psm.SVD(rank=1)})
+    progress.begin(point)
+
+    def curve(layer: str, *reports: tuple[int, float]) -> tuple[float, ...]:
+        for iteration, error in reports:
+            progress.on_step(layer, Step(iteration, 9, error))
+        progress._written = 0.0
+        progress.tick()
+        return folder.read().history
+
+    assert curve("a", (0, 1.0), (0, 0.9)) == ()
+    assert curve("a", (1, 0.8), (1, 0.7), (1, 0.6)) == (0.6,)
+    assert curve("a", (0, 1.0), (2, 0.5), (2, 0.4), (3, 0.3), (0, 1.0)) == (0.6, 0.4, 0.3)
+    assert folder.read().part == pytest.approx(3 / 9 / 2)
+    assert curve("b", (0, 1.0), (1, 0.2)) == (0.2,)
 
 
 def test_writers_and_readers_of_one_status(tmp_path: Path) -> None:

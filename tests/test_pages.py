@@ -172,6 +172,34 @@ def test_advanced_parameters_reach_the_method(open_page: Open) -> None:
     assert at.number_input(key="form.psm.iterations").value == 7
 
 
+def test_what_means_nothing_to_an_algorithm_is_neither_shown_nor_passed(open_page: Open) -> None:
+    at = open_page("factorize", methods="psm")
+    idle = {"form.psm.constraint", "form.psm.update_order"}
+
+    def boxes() -> set[str]:
+        return {str(box.key) for box in sound(at).selectbox} & idle
+
+    def choose(parameter: str, value: str) -> None:
+        at.selectbox(key=f"form.psm.{parameter}").set_value(value).run()
+
+    assert boxes() == set()
+    before = size_sliders(at)
+    choose("algorithm", "palm4msa")
+    assert boxes() == idle
+    choose("update_order", at.selectbox(key="form.psm.update_order").options[1])
+    choose("constraint", "row")
+    by_row = size_sliders(sound(at))
+    for _ in range(2):
+        choose("algorithm", "joint")
+        assert boxes() == set()
+        assert size_sliders(at) == before
+        assert not at.button(key="run").disabled
+        choose("algorithm", "hierarchical")
+        assert boxes() == idle
+        assert at.selectbox(key="form.psm.constraint").value == "row"
+        assert size_sliders(at) == by_row
+
+
 def test_nothing_chosen_is_an_instruction(open_page: Open) -> None:
     at = open_page("factorize")
     at.multiselect(key="layers_choice").set_value([]).run()

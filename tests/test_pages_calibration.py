@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from psm_core import SVD, ResultStore, Study, load_model, uniform_plan
+from psm_core import PSM, SVD, ResultStore, Study, load_model, uniform_plan
+from psm_core.experiments.jobs import JobFolder, JobStatus
+from psm_core.experiments.record import METRICS
+from psm_core.files import process_started
 from tests.page_fixtures import MLP, Open, sound, texts
 from tests.test_pages import wait_for
 
@@ -51,11 +58,55 @@ def test_a_job_fits_to_activations(open_page: Open, jobs_cache: Path) -> None:
     wait_for(jobs_cache, at.query_params["fit"])
     at.run()
     assert "1 result computed" in sound(at).success[0].value
+    assert "fitted to activations" in at.success[0].value
     shown = at.dataframe[0].value
     assert list(shown["method"]) == ["SVD · activations"]
     assert 0 < shown["output_error"].iloc[0] < 1
     record = ResultStore(jobs_cache).query(layer="fc3").iloc[-1]
     assert (record["calibration"], record["data"]) == ("demo:train", "demo:test")
+
+
+def test_fits_to_activations_are_judged_by_their_output_error(open_page: Open, tmp_path: Path) -> None:
+    store = ResultStore(tmp_path)
+    study = Study(load_model(MLP), store)
+    study.fitted_to("demo:train").fit("fc3", SVD(rank=4))
+    records = []
+    for calibration in ("", "demo:train"):  # both are measured, as the statistics are kept by now
+        fitted = study.fitted_to(calibration)
+        records += [fitted.fit("fc3", method)[0] for method in (SVD(rank=4), PSM(K=2, iterations=4))]
+    status = JobStatus("both", "done", 4, time.time(), done=4, keys=tuple(r.key for r in records))
+    for choice, metric in (("weights", "relative_error"), ("activations", "output_error")):
+        JobFolder(store.root, "both").write(replace(status, calibration=records[2].calibration))
+        at = open_page("factorize", tmp_path, layers="fc3", fit="both", fit_to=choice)
+        shown = sound(at).dataframe[0].value
+        assert list(shown.columns[2:4]) == sorted(
+            ["output_error", "relative_error"], key=lambda n: n != metric
+        )
+        assert list(shown[metric]) == sorted(getattr(record, metric) for record in records)
+        label = METRICS[metric].label
+        assert f"{label} against size" in texts(at)
+        size, curve = (json.loads(chart.proto.spec)["layout"] for chart in at.get("plotly_chart"))
+        assert size["yaxis"]["title"]["text"] == f"{label} (↓ better)"
+        assert curve["yaxis"]["title"]["text"] == "Output error (↓ better)"
+
+
+def test_the_panel_says_which_error_it_draws(open_page: Open, jobs_cache: Path) -> None:
+    for calibration, words in (
+        ("", "relative error 0.5000 ("),
+        ("demo:train", "output error 0.5000 on `demo:"),
+    ):
+        own = {"worker": os.getpid(), "worker_started": process_started(os.getpid())}
+        folder = JobFolder(jobs_cache, f"of-{calibration or 'weights'}")
+        status = JobStatus(
+            folder.id, "running", 1, time.time(), current="fc3 · PSM", method="psm", history=(0.9, 0.5),
+            calibration=calibration, **own,
+        )  # fmt: skip
+        folder.write(status)
+        at = open_page("factorize", jobs_cache, fit=folder.id)
+        assert words in texts(sound(at))
+        spec = json.loads(at.get("plotly_chart")[0].proto.spec)
+        assert words.split(" 0.5")[0] in spec["data"][0]["hovertemplate"]
+        folder.write(replace(status, state="cancelled"))
 
 
 def test_compare_tells_them_apart(open_page: Open, fitted_cache: Path) -> None:
@@ -86,5 +137,12 @@ def test_export_offers_results_of_one_kind_for_the_layers(open_page: Open, fitte
         box = at.selectbox(key="recipe.fc3" if choice == "weights" else "recipe.fc3.activations")
         assert len(box.options) == 1
         box.select_index(0).run()
+        assert ("output error" if choice == "activations" else "relative error") in box.options[0]
         assert "SVD" in sound(at).dataframe[0].value.set_index("Layer").loc["fc3", "Method"]
     assert "Choose a stored result" in texts(at)
+
+
+def test_export_names_the_kind_of_fit_that_is_missing(open_page: Open) -> None:
+    for choice in ("weights", "activations"):
+        at = open_page("export", **{"from": "layers", "fit_to": choice})
+        assert f"fitted to {choice} yet" in texts(sound(at))

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from psm_core import SVD, Prune, ResultStore, Study, layers, plots
+from psm_core.experiments.record import METRICS
 from psm_core.methods import METHODS
 
 
@@ -121,3 +122,15 @@ def test_layer_bars_show_all_parameters() -> None:
 def test_convergence_draws_one_line_a_history() -> None:
     figure = plots.convergence({"a": ("psm", [0.5, 0.4]), "b": ("tucker", [0.3])})
     assert [list(trace.y) for trace in figure.data] == [[0.5, 0.4], [0.3]]
+
+
+@pytest.mark.parametrize("metric", ["relative_error", "output_error"])
+def test_error_curves_name_their_metric(metric: str) -> None:
+    label = METRICS[metric].label
+    curves = (
+        plots.convergence({"a": ("psm", [0.5, 0.4])}, metric),
+        plots.live_error([0.5, 0.4], "psm", metric),
+    )
+    for figure in curves:
+        assert figure.layout.yaxis.title.text == f"{label} (↓ better)"
+        assert f"{label.lower()} %{{y" in figure.data[0].hovertemplate

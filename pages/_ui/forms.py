@@ -77,13 +77,45 @@ def setting(name: str, shape: Shape, fraction: float) -> Method:
     lead = st.session_state.get("lead")
     if lead and lead["method"] == name and tuple(lead["shape"]) == shape:
         return method_from_json(lead)
-    return METHODS[name].at_budget(shape, fraction, **pinned(name))
+    return METHODS[name].at_budget(shape, fraction, **in_use(name))
 
 
 def pinned(name: str) -> dict[str, Any]:
     """The parameters of a method that were set by hand, sizes aside."""
     values: dict[str, Any] = st.session_state.setdefault(f"pinned.{name}", {})
     return values
+
+
+def in_use(name: str) -> dict[str, Any]:
+    """What was set by hand and means something beside the rest: a choice made earlier goes first.
+
+    What is left out is kept, for when it means something again.
+    """
+    kind, values = METHODS[name], pinned(name)
+    used: dict[str, Any] = {}
+    for parameter, declared in kind.parameters().items():
+        if parameter in values and not (
+            declared.choices and _clashes(kind, parameter, values[parameter], used)
+        ):
+            used[parameter] = values[parameter]
+    return used
+
+
+def _clashes(kind: type[Method], parameter: str, value: Any, others: dict[str, Any]) -> bool:
+    """Whether the method refuses this value beside the others."""
+    sizes = {size: 1 for size in kind.parameters() if _is_size(kind, size)}
+    try:
+        kind.from_params({**sizes, **others, parameter: value})
+    except ParameterError:
+        return True
+    return False
+
+
+def _is_idle(kind: type[Method], parameter: str, declared: Parameter) -> bool:
+    """Whether this is a choice of which the method refuses all but the default, as things are set."""
+    others = {other: value for other, value in in_use(kind.name).items() if other != parameter}
+    choices = [choice for choice in declared.choices if choice != _defaults(kind)[parameter]]
+    return bool(choices) and all(_clashes(kind, parameter, choice, others) for choice in choices)
 
 
 def method_form(name: str, shape: Shape, fraction: float) -> Method | None:
@@ -120,7 +152,7 @@ def advanced_form(name: str) -> None:
     """The parameters of a method that do not set its size."""
     kind = METHODS[name]
     for parameter, declared in kind.parameters().items():
-        if _is_size(kind, parameter) or _has_few_values(declared):
+        if _is_size(kind, parameter) or _has_few_values(declared) or _is_idle(kind, parameter, declared):
             continue
         key = f"form.{name}.{parameter}"
         memory.project(key, pinned(name).get(parameter, _defaults(kind)[parameter]))
@@ -227,8 +259,9 @@ def _size_moved(name: str, parameter: str, method: Method, shape: Shape) -> None
 
 def _pin(name: str, parameter: str) -> None:
     """Keep a parameter set by hand; the budget holds, and the sizes follow."""
-    pinned(name)[parameter] = st.session_state[f"form.{name}.{parameter}"]
-    st.session_state.pop("lead", None)
+    if (key := f"form.{name}.{parameter}") in st.session_state:  # else the control has just left the page
+        pinned(name)[parameter] = st.session_state[key]
+        st.session_state.pop("lead", None)
 
 
 def _raise_budget(percent: float) -> None:

@@ -14,6 +14,7 @@ from pages._ui.shell import errors_as_messages
 from psm_core import plots
 from psm_core.errors import UnknownNameError
 from psm_core.experiments.jobs import JobStatus
+from psm_core.experiments.record import METRICS
 from psm_core.experiments.study import Point
 
 POLL_SECONDS = 0.7
@@ -74,11 +75,24 @@ def _draw_active(slot: str, status: JobStatus) -> None:
     if button.button("Cancel", key=f"cancel.{slot}", icon=":material/stop_circle:", width="stretch"):
         resources.runner().cancel(status.id)
     if len(status.history) > 1:
-        st.caption(f"{text.plain(status.current)}: relative error {status.history[-1]:.4f} (↓ better)")
+        metric = error_metric(status)
+        st.caption(
+            f"{text.plain(status.current)}: {METRICS[metric].label.lower()} {status.history[-1]:.4f}"
+            f"{_on_data(status)} (↓ better)"
+        )
         st.plotly_chart(
-            plots.live_error(status.history, status.method), key=f"live.{slot}",
+            plots.live_error(status.history, status.method, metric), key=f"live.{slot}",
             config={"displayModeBar": False},
         )  # fmt: skip
+
+
+def error_metric(status: JobStatus) -> str:
+    """The metric that the fits of a job minimize and report."""
+    return "output_error" if status.calibration else "relative_error"
+
+
+def _on_data(status: JobStatus) -> str:
+    return f" on `{status.calibration}`" if status.calibration else ""
 
 
 def _progress_text(status: JobStatus) -> str:
@@ -89,6 +103,7 @@ def _progress_text(status: JobStatus) -> str:
     parts = [
         f"{status.done} of {status.total} done",
         text.plain(status.current),
+        "to activations" if status.calibration else "",
         # The quick points come first, so that the pace so far is the most that can be hoped for.
         "" if left is None else f"at least {text.duration(left)} left",
     ]
@@ -100,6 +115,8 @@ def _draw_ended(slot: str, status: JobStatus) -> None:
     good = len(status.keys)
     fresh = good - status.cached
     summary = f"{text.count(fresh, 'result')} computed, {status.cached} answered from the cache"
+    if status.calibration:
+        summary += "; fitted to activations"
     if status.state == "done":
         words.success(f"Done: {summary}.", icon=":material/check_circle:")
     elif status.state == "cancelled":

@@ -82,7 +82,7 @@ def table(frame: pd.DataFrame, columns: list[str]) -> tuple[pd.DataFrame, dict[s
             shown[name] = _WORDS[name](frame)
             label, help, width = _LABELS[name]
             if name == "method" and (frame["calibration"] != "").any():
-                width = 175
+                width = 168
             config[name] = st.column_config.TextColumn(label, help=help, width=width)
     return shown, config
 
@@ -98,7 +98,7 @@ _WIDTHS = {"relative_error": 112, "output_error": 105, "accuracy": 100, "seconds
 _LABELS = {
     "layer": ("Layer", None, None),
     "method": ("Method", None, 95),
-    "setting": ("Setting", "The method's parameters, or the layers compressed.", 215),
+    "setting": ("Setting", "The method's parameters, or the layers compressed.", 170),
     "interval": ("95 % interval", "Wilson interval of the accuracy, and the inputs behind it.", None),
     "answer": ("Answer", "Computed now, or answered from the results kept in the cache.", 100),
 }

@@ -36,9 +36,9 @@ class JobStatus:
     `state` is queued, running, done, failed, cancelled or interrupted (its process ended before it
     did). `done` of `total` points are computed; `current` names the one at work and `method` its
     method; `part` is the share of it that is done. The fit at hand is at iteration `step` of
-    `steps`, its errors so far are `history`. `keys` are the records computed or found so far,
-    `cached` how many of them were answered from the store. `worker` is the number of the process
-    at work, which began at `worker_started`.
+    `steps`, its errors so far are `history`: of the outputs on the data `calibration`, or ("") of the
+    weights. `keys` are the records computed or found so far, `cached` how many of them were answered
+    from the store. `worker` is the number of the process at work, which began at `worker_started`.
     """
 
     id: str
@@ -60,6 +60,7 @@ class JobStatus:
     finished: float | None = None
     worker: int | None = None
     worker_started: float | None = None
+    calibration: str = ""
 
     @property
     def active(self) -> bool:
@@ -217,6 +218,7 @@ class JobRunner:
                         time.time(),
                         worker=worker.pid,
                         worker_started=process_started(worker.pid),
+                        calibration=calibration,
                     )
                 )
                 assert worker.stdin is not None

@@ -178,11 +178,15 @@ class Study:
     def records(self) -> pd.DataFrame:
         """The stored records of this network: its layers, and the whole on this study's data.
 
-        Whatever they were fitted to; the column `calibration` tells.
+        Whatever they were fitted to; the column `calibration` tells. The output error of a layer is left
+        out where it was measured on other data than this study's.
         """
         frame = self.store.query(model_hash=self.hash)
         data = "" if self.data is None else self.data.source
-        return frame[(frame["layer"] != NETWORK) | (frame["data"] == data)].reset_index(drop=True)
+        frame = frame[(frame["layer"] != NETWORK) | (frame["data"] == data)].reset_index(drop=True)
+        measured_on = "" if self._held_out is None else self._held_out.data.source
+        errors = frame["output_error"].astype(float)
+        return frame.assign(output_error=errors.where(frame["data"] == measured_on))
 
     def network(
         self,

@@ -32,6 +32,7 @@ class Progress:
         self.folder = folder
         self.status = replace(folder.read(), state="running", started=time.time())
         self._history: list[float] = []
+        self._iteration = 0
         self._layers: list[str] = []
         self._fits = 1
         self._app = app
@@ -68,10 +69,15 @@ class Progress:
         """Receive an iteration of the fit at hand."""
         if layer not in self._layers:
             self._layers.append(layer)
-            self._history = []
-        self._history.append(step.relative_error)
-        part = (len(self._layers) - 1 + step.iteration / step.total) / self._fits
-        self.status = replace(self.status, part=part, step=step.iteration, steps=step.total)
+            self._history, self._iteration = [], 0
+        if step.iteration > self._iteration:
+            self._history.append(step.relative_error)
+            self._iteration = step.iteration
+        elif step.iteration:  # again, within a long iteration
+            self._history[-1] = step.relative_error
+        if step.iteration or not self._iteration:  # 0 is a sign of life, and no way back
+            part = (len(self._layers) - 1 + step.iteration / step.total) / self._fits
+            self.status = replace(self.status, part=part, step=step.iteration, steps=step.total)
         self.tick()
 
     def on_batch(self, done: int, total: int) -> None:
