@@ -29,6 +29,7 @@ _REST = 0.1  # budgets that go into the sparse part of the start
 _EXCHANGE = 0.95  # share of the iterations with exchanges
 _ENTRY = 0.5  # an entering entry takes this part of the value which is best for it alone
 _SAMPLE = 1 << 15  # scores that a threshold is estimated from
+_LIMIT = 100.0  # norm of the entries beside a one
 _WORK = 1 << 32  # multiplications between two chances to report
 
 
@@ -85,7 +86,7 @@ class Pair:
     @property
     def error(self) -> Tensor:
         """Relative error, on its device."""
-        return (self.square.clamp_min(0) / self.problem.square).sqrt()
+        return (self.square.abs() / self.problem.square).sqrt()
 
     def downhill(self, side: int) -> Tensor:
         """(R Bᵀ)ᵀ for side 0, (k × m), or Aᵀ R for side 1, (k × n); zero at the ones, which stay."""
@@ -184,6 +185,23 @@ def low_rank_plus_sparse(problem: Problem, low_rank: tuple[Tensor, Tensor]) -> l
     return [Operand.of(factor, pulse, keep) for factor, keep in zip(factors, keeps, strict=True)]
 
 
+def _balance(problem: Problem, factors: list[Tensor]) -> None:
+    """Scale the two sides of each unit against each other, so that neither drifts out of range.
+
+    They come to the same norm; in a unit with a one, which cannot be scaled, the entries beside it are kept
+    below ``_LIMIT``, where the one no longer matters.
+    """
+    problem.ones(factors[problem.side_of_ones]).zero_()
+    norms = [torch.linalg.vector_norm(factor, dim=1) for factor in factors]
+    ratio = (norms[1] * inverse(norms[0])).sqrt()
+    ratio = torch.where(ratio > 0, ratio, 1.0)
+    free = len(ratio) - min(problem.target.shape)
+    beside = norms[problem.side_of_ones][free:].clamp_min(_LIMIT) / _LIMIT
+    ratio[free:] = 1 / beside if problem.side_of_ones == 0 else beside
+    factors[0].mul_(ratio[:, None])
+    factors[1].div_(ratio[:, None])
+
+
 def _exchange(pair: Pair, gamma: float, is_last: bool) -> list[Operand]:
     """The factors on the N places that the ranking gives now; the pair given is used up."""
     problem, places = pair.problem, pair.problem.side_of_ones
@@ -208,10 +226,10 @@ def _exchange(pair: Pair, gamma: float, is_last: bool) -> list[Operand]:
     grown = [_row_squares(factor) for factor in entering]
     shrink = [(sizes[1 - side] * inverse(grown[1 - side])).clamp_max(1) for side in (0, 1)]
     factors = [place(side, factor.mul_(shrink[side][:, None])) for side, factor in enumerate(entering)]
-    return [
-        Operand.of(*pair_, keep)
-        for pair_, keep in zip(((f, problem.trace.pulse) for f in factors), keeps, strict=True)
-    ]
+    _balance(problem, factors)
+    problem.ones(factors[places]).fill_(1.0)
+    pulse = problem.trace.pulse
+    return [Operand.of(factor, pulse, keep) for factor, keep in zip(factors, keeps, strict=True)]
 
 
 def largest(matrix: Tensor, count: int) -> Tensor:

@@ -68,6 +68,6 @@ def refine(
         pull = rest @ metric
         if (found := error()) < lowest:
             best, lowest = list(current), found
-        if not math.isfinite(found) or previous - found < tolerance * previous:
+        if not math.isfinite(found) or previous - found <= tolerance * previous:
             break
     return best

@@ -30,7 +30,7 @@ Stage = tuple[list[Operand], Tensor]  # factors of unit norm, λ
 ORDERS = ("right-to-left", "left-to-right")
 _MARGIN = 1.001  # c exceeds the Lipschitz constant by this factor
 _AT_ONCE = 1 << 20  # entries of a gradient computed at a time on a CPU
-_FIRST_STEPS, _STEPS = 2, 1  # power iterations: in the first sweep, and from the vectors of the last one
+_FIRST_STEPS, _STEPS = 5, 2  # power iterations: in the first sweep, and from the vectors of the last one
 
 
 def palm4msa(

@@ -309,6 +309,11 @@ class Method(ABC):
             ) from error
         rescaled = fitted.scaled(exponent).to(weight.device, dtype)
         last = rescaled.relative_error(weight) if regular is None else rescaled.output_error(weight, regular)
+        if not math.isfinite(last):
+            raise FitError(
+                f"{self} gave no finite approximation of a weight of shape {shape_text(shape)}, with entries "
+                f"up to {largest:.2g}; try another setting, or fit it in float64"
+            )
         return dataclasses.replace(rescaled, history=(*list(errors.values())[:-1], last))
 
 

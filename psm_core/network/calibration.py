@@ -43,7 +43,7 @@ class Calibration:
     of its weight's entries. `samples` is N.
 
     Raises:
-        ParameterError: the second moment is of another type or shape, or not finite.
+        ParameterError: the second moment is of another type or shape, not finite, or cannot be one.
     """
 
     second_moment: Tensor
@@ -55,8 +55,20 @@ class Calibration:
             given = f"{moment.dtype} of shape {tuple(moment.shape)} on {moment.device}"
             square = moment.dim() == 2 and moment.shape[0] == moment.shape[1] > 0
             if square and moment.dtype == torch.float64 and moment.is_cpu and bool(moment.isfinite().all()):
+                self._check_signs()
                 return
         raise ParameterError(f"expected finite second moments (n, n), float64 on the CPU, got {given}")
+
+    def _check_signs(self) -> None:
+        """Raise ParameterError unless C can be XᵀX / N: symmetric, and no mean square below zero."""
+        scale = float(self.second_moment.abs().max())
+        skew = float((self.second_moment - self.second_moment.mT).abs().max())
+        least = float(self.second_moment.diagonal().min())
+        if skew > 1e-6 * scale or least < 0:
+            raise ParameterError(
+                f"expected a second moment XᵀX / N, which is symmetric with a diagonal of at least 0; got a "
+                f"difference of {skew:.2g} to its transpose and a diagonal down to {least:.2g}"
+            )
 
     @property
     def size(self) -> int:
@@ -94,7 +106,8 @@ class Calibration:
     def norm(self, matrix: Tensor) -> float:
         """‖A C^½‖_F = tr(A C Aᵀ)^½ of A (out, n): the root mean square of the outputs Ax, in float64."""
         rows = matrix.detach().reshape(matrix.shape[0], -1).to("cpu", torch.float64)
-        return math.sqrt(max(0.0, float(((rows @ self.second_moment) * rows).sum())))
+        square = float(((rows @ self.second_moment) * rows).sum())
+        return 0.0 if square < 0 else math.sqrt(square)  # NaN stays NaN
 
 
 def calibrate(
