@@ -294,7 +294,7 @@ def demo_layers() -> list[tuple[torch.Tensor, Calibration, Calibration]]:
     return found
 
 
-@pytest.mark.parametrize("name", Method)
+@pytest.mark.parametrize("name", psm.METHODS)
 def test_held_out_outputs_of_demonstration_layers_are_closer(
     name: str, demo_layers: list[tuple[torch.Tensor, Calibration, Calibration]]
 ) -> None:
