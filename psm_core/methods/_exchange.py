@@ -165,7 +165,8 @@ def low_rank_plus_sparse(problem: Problem, low_rank: tuple[Tensor, Tensor]) -> l
     """W ≈ U·V + S as factors Aᵀ (k × m) and B (k × n) of at most N entries beside the ones."""
     m, n = problem.target.shape
     rest = torch.addmm(problem.target, *low_rank, alpha=-1)
-    rest.mul_(largest(rest, math.ceil(_REST * problem.nonzeros)))
+    share = _REST if low_rank[0].shape[1] else 1.0
+    rest.mul_(largest(rest, math.ceil(share * problem.nonzeros)))
     eye = torch.eye(min(m, n), dtype=rest.dtype, device=rest.device)
     halves = (eye, rest) if m <= n else (rest.mT, eye)
     factors = [

@@ -35,7 +35,6 @@ from psm_core.progress import Report
 _SHARES = (0.25, 0.5, 0.75, 1.0)  # of the budget in the low-rank part of what the fit has to beat
 _EXACT_SIDE = 1024  # side up to which all eigenvectors are computed, and the leading ones taken
 _COLUMNS = 64  # of a block between two chances to report
-_CLIPS = (4.0, 1.0)  # largest eigenvalue of the metric of the search; the next where a fit fails
 _REFIT = 0.5  # iterations on the final support, in the full metric, for each one of the search
 
 
@@ -93,17 +92,20 @@ def joint(
     best: JointFit | None = None
     if error > 0:
         bold = min(1.5 + 12 * budget, 4.5)
-        attempts = [(bold, 0.0), (1.0, 0.0)]
+        nothing = low_rank[0][:, :0], low_rank[1][:0]
+        # γ at the beginning, start (of pruning, without a low-rank part), largest eigenvalue of the metric
+        attempts = [(bold, low_rank, 0.0), (2.0, nothing, 0.0), (1.0, nothing, 0.0)]
         refits = 0
         if metric is not None:
             eigen = _leading(metric.matmul, metric, len(metric) // 8 + 1, random, trace)
-            attempts, refits = [(bold, clip) for clip in _CLIPS], math.ceil(_REFIT * iterations)
-        for attempt, (boldness, clip) in enumerate(attempts, 1):
+            attempts = [(bold, low_rank, 4.0), (bold, low_rank, 1.0), (1.0, nothing, 1.0)]
+            refits = math.ceil(_REFIT * iterations)
+        for attempt, (boldness, start, clip) in enumerate(attempts, 1):
             trace.total = attempt * (iterations + refits)
             within = problem
             if metric is not None:
                 within = Problem(unit, _clipped(metric, *eigen, clip), nonzeros, trace, reported=problem)
-            pair = search(within, low_rank_plus_sparse(within, low_rank), iterations, boldness, tolerance)
+            pair = search(within, low_rank_plus_sparse(within, start), iterations, boldness, tolerance)
             if refits:
                 pair = refit(Pair(problem, pair.factors), refits, tolerance)
             if (loss := float(pair.error)) < error:
