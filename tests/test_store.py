@@ -356,7 +356,7 @@ PARAMS = st.fixed_dictionaries(
         "algorithm": st.sampled_from(["joint", "palm4msa", "hierarchical"]),
         "constraint": st.sampled_from(["splincol", "row", "column", "global"]),
     },
-)
+).filter(lambda params: "constraint" not in params or params.get("algorithm", "joint") != "joint")
 WEIGHT = torch.linspace(-1, 1, 24).reshape(4, 6)
 
 
