@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from psm_core.errors import DataError, PsmError, first_line
-from psm_core.network.data import Dataset, load_data
-from psm_core.network.models import card_of, evaluating
-from psm_core.progress import JobCancelled
+from psm_core.errors import DataError
+from psm_core.network.data import Dataset, load_data, run_network
+from psm_core.network.models import card_of
 
 METRIC_VERSION = 1
 
@@ -71,32 +70,22 @@ def evaluate(
     dataset = default_data(model, data) if isinstance(data, str) else data
     if dataset is None:
         raise DataError("this model has no data of its own; name some with --data, such as file.npz")
-    first = next(iter(model.parameters()))
-    correct = done = 0
-    try:
-        with evaluating(model), torch.inference_mode():
-            for inputs, labels in dataset.batches(dataset.batch_size):
-                moved = inputs.to(first.device)
-                logits = model(moved.to(first.dtype) if moved.is_floating_point() else moved)
-                if not isinstance(logits, torch.Tensor) or logits.dim() != 2:
-                    raise DataError("the network gives no class scores; expected outputs (N, classes)")
-                if bool(logits.isnan().any()):
-                    raise DataError("the network's outputs are not numbers (NaN); its weights are not sound")
-                if int(labels.max()) >= logits.shape[1]:
-                    raise DataError(
-                        f"label {int(labels.max())} in '{dataset.source}' is beyond the network's "
-                        f"{logits.shape[1]} classes; expected 0 to {logits.shape[1] - 1}"
-                    )
-                correct += int((logits.argmax(1).cpu() == labels).sum())
-                done += len(labels)
-                if on_batch is not None:
-                    on_batch(done, len(dataset))
-    except (PsmError, JobCancelled):
-        raise
-    except Exception as error:  # whatever the model's own code raises
-        raise DataError(
-            f"the network cannot run inputs of shape {tuple(dataset.inputs.shape[1:])} from "
-            f"'{dataset.source}': {first_line(error)}"
-        ) from error
-    low, high = wilson(correct, done)
-    return Evaluation(correct / done, low, high, done, correct, dataset.source)
+    correct = 0
+
+    def receive(logits: torch.Tensor, labels: torch.Tensor) -> None:
+        nonlocal correct
+        if not isinstance(logits, torch.Tensor) or logits.dim() != 2:
+            raise DataError("the network gives no class scores; expected outputs (N, classes)")
+        if bool(logits.isnan().any()):
+            raise DataError("the network's outputs are not numbers (NaN); its weights are not sound")
+        if int(labels.max()) >= logits.shape[1]:
+            raise DataError(
+                f"label {int(labels.max())} in '{dataset.source}' is beyond the network's "
+                f"{logits.shape[1]} classes; expected 0 to {logits.shape[1] - 1}"
+            )
+        correct += int((logits.argmax(1).cpu() == labels).sum())
+
+    run_network(model, dataset, receive, on_batch)
+    samples = len(dataset)
+    low, high = wilson(correct, samples)
+    return Evaluation(correct / samples, low, high, samples, correct, dataset.source)

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from psm_core.device import choose_device
-from psm_core.errors import CalibrationError, DataError, ParameterError, PsmError, first_line
-from psm_core.network.data import Dataset, load_data
+from psm_core.errors import CalibrationError, ParameterError
+from psm_core.network.data import Dataset, load_data, run_network
 from psm_core.network.layers import compressible_layers, get_layer
-from psm_core.network.models import evaluating, tensors_hash
+from psm_core.network.models import tensors_hash
 from psm_core.network.modules import ConvGeometry
-from psm_core.progress import JobCancelled
 
 DAMPING = 0.01
 """What a fit adds to the diagonal of C, in units of its mean. Another value changes results: raise the
@@ -144,7 +143,7 @@ def calibrate(
         for name, moment in moments.items()
     ]
     try:
-        _run(model, dataset, on_batch)
+        run_network(model, dataset, on_batch=on_batch)
     finally:
         for hook in hooks:
             hook.remove()
@@ -155,27 +154,6 @@ def calibrate(
             "inputs; leave it out, or fit it without calibration"
         )
     return {name: moment.calibration() for name, moment in moments.items() if moment.samples}
-
-
-def _run(model: nn.Module, dataset: Dataset, on_batch: Callable[[int, int], None] | None) -> None:
-    """Pass all inputs through the network."""
-    first = next(iter(model.parameters()))
-    done = 0
-    try:
-        with evaluating(model), torch.no_grad():
-            for inputs, labels in dataset.batches(dataset.batch_size):
-                moved = inputs.to(first.device)
-                model(moved.to(first.dtype) if moved.is_floating_point() else moved)
-                done += len(labels)
-                if on_batch is not None:
-                    on_batch(done, len(dataset))
-    except (PsmError, JobCancelled):
-        raise
-    except Exception as error:  # whatever the model's own code raises
-        raise DataError(
-            f"the network cannot run inputs of shape {tuple(dataset.inputs.shape[1:])} from "
-            f"'{dataset.source}': {first_line(error)}"
-        ) from error
 
 
 class _Moment:

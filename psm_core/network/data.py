@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from psm_core import demo
-from psm_core.errors import DataError, UnknownNameError, first_line
-from psm_core.network.models import tensor_bytes
+from psm_core.errors import DataError, PsmError, UnknownNameError, first_line
+from psm_core.network.models import evaluating, tensor_bytes
+from psm_core.progress import JobCancelled
 
 BATCH = 250
 BATCH_VALUES = 2**22
@@ -110,3 +111,38 @@ def _checked(source: str, x: np.ndarray, y: np.ndarray) -> Dataset:
     if not is_tokens and x.dtype != np.uint8 and not (x.dtype == np.float32 and np.isfinite(x).all()):
         raise DataError(f"'{source}' holds x of type {x.dtype}; expected uint8, tokens or finite floats")
     return Dataset(source, torch.from_numpy(x), torch.from_numpy(y.astype(np.int64)))
+
+
+def run_network(
+    model: nn.Module,
+    dataset: Dataset,
+    receive: Callable[[Tensor, Tensor], None] | None = None,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> None:
+    """Pass all inputs through a network in evaluation mode, on its device; it is left as it was.
+
+    `receive` gets the outputs and labels of each batch. `on_batch` gets the samples done and all of
+    them; it cancels by raising.
+
+    Raises:
+        DataError: the network cannot run these inputs.
+    """
+    first = next(iter(model.parameters()))
+    done = 0
+    try:
+        with evaluating(model), torch.no_grad():
+            for inputs, labels in dataset.batches(dataset.batch_size):
+                moved = inputs.to(first.device)
+                outputs = model(moved.to(first.dtype) if moved.is_floating_point() else moved)
+                if receive is not None:
+                    receive(outputs, labels)
+                done += len(labels)
+                if on_batch is not None:
+                    on_batch(done, len(dataset))
+    except (PsmError, JobCancelled):
+        raise
+    except Exception as error:  # whatever the model's own code raises
+        raise DataError(
+            f"the network cannot run inputs of shape {tuple(dataset.inputs.shape[1:])} from "
+            f"'{dataset.source}': {first_line(error)}"
+        ) from error
